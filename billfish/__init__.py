@@ -1,0 +1,28 @@
+"""Billfish: few-bit LLMs at the speed of memory.
+
+Importing this touches no GPU and no transformers; it only arranges that transformers, once imported, runs packed
+checkpoints (ours, GPTQ, AWQ, compressed-tensors) through QuantLinear.
+"""
+
+from typing import Any
+
+from billfish.errors import Interrupted, UserError
+from billfish.integrations import register_when_imported
+from billfish.version import __version__
+
+__all__ = ["Interrupted", "UserError", "__version__", "load", "quantize"]
+
+register_when_imported()
+
+
+def __getattr__(name: str) -> Any:
+    """`quantize` and `load` on first use: they import transformers, which takes seconds."""
+    if name == "quantize":
+        from billfish.quantize import quantize
+
+        return quantize
+    if name == "load":
+        from billfish.generate import load
+
+        return load
+    raise AttributeError(f"module 'billfish' has no attribute {name!r}")

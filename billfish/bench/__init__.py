@@ -1,0 +1,1 @@
+"""Kernel, generation and serving benchmarks."""

@@ -1,0 +1,177 @@
+"""One block at a time: gather statistics of its linears' inputs, choose codes, and put the decoded weights back,
+so that what comes after is calibrated on what the quantized model will really compute.
+
+Works on a StreamedModel block that is filled; changes its parameters and nothing else. Knows nothing of files.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from billfish.models.blocks import Arguments, StreamedModel
+from billfish.models.fold import fold_source
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.quantize import Solved, quantize
+from billfish.solvers import awq
+from billfish.solvers.statistics import Statistics
+
+OnLinear = Callable[[str, Solved], None]
+
+
+@dataclass
+class Hidden:
+    """The calibration activations at a block boundary."""
+
+    quantized: list[Tensor]  # (1, length, hidden) each: behind the quantized blocks
+    original: list[Tensor] = field(default_factory=list)  # behind the original ones; only GPTQ asks
+
+
+@dataclass(frozen=True)
+class BlockJob:
+    """One block, ready to be solved. `paths` are the linears to quantize; the rest keep their weights."""
+
+    model: StreamedModel
+    index: int
+    paths: list[str]
+    scheme: W4A16
+    method: str
+    dtype: torch.dtype  # of stored scales
+    arguments: Arguments | None = None  # None: no calibration data (rtn)
+
+    def solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        if self.arguments is None:
+            for path in self.paths:
+                self._settle([path], self._weights([path]), None, on_linear)
+        elif self.method == "gptq":
+            self._solve_gptq(hidden, on_linear)
+        else:
+            self._solve_together(hidden, on_linear)
+
+    # -- GPTQ: groups in the order they run, each seeing the groups before it already quantized
+
+    def _solve_gptq(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        model, arguments = self.model, self._arguments()
+        original = copy.deepcopy(model.blocks[self.index])
+        seen: set[str] = set()
+        for group in model.input_groups(self.index, hidden.quantized[0], arguments):
+            paths = [path for path in group if path in self.paths]
+            seen.update(paths)
+            if paths:
+                statistics = self._compare(paths[0], original, hidden)
+                self._settle(paths, self._weights(paths), statistics, on_linear)
+        for path in self.paths:
+            if path not in seen:  # an expert that no token of the first sequence reached
+                statistics = self._compare(path, original, hidden)
+                self._settle([path], self._weights([path]), statistics, on_linear)
+        self._advance(hidden.quantized)
+        quantized, model.blocks[self.index] = model.blocks[self.index], original
+        self._advance(hidden.original)
+        model.blocks[self.index] = quantized
+
+    def _compare(self, path: str, original: nn.Module, hidden: Hidden) -> Statistics:
+        """Inputs of one linear in the block as it is now, next to those in the original block."""
+        statistics = Statistics(self._linear(path).in_features, self.model.device)
+        caught: list[Tensor] = []
+        with (
+            self.model.watch(self.model.blocks[self.index], path, caught.append),
+            self.model.watch(original, path, caught.append),
+        ):
+            for quantized, untouched in zip(hidden.quantized, hidden.original, strict=True):
+                caught.clear()
+                self.model.run_until_caught(self.index, quantized, self._arguments())
+                self.model.run_until_caught(self.index, untouched, self._arguments(), original)
+                # An expert may see other tokens in the two models; then there is nothing to compare.
+                pair = len(caught) == 2 and caught[0].shape == caught[1].shape
+                if caught:
+                    statistics.add(caught[0], caught[1] if pair else None)
+        return statistics
+
+    # -- AWQ: all statistics first, then scales folded into the layers before, then rounding
+
+    def _solve_together(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        model, arguments = self.model, self._arguments()
+        groups = model.input_groups(self.index, hidden.quantized[0], arguments)
+        statistics = [Statistics(self._linear(g[0]).in_features, model.device) for g in groups]
+        with model.listen(
+            self.index, {g[0]: s.add for g, s in zip(groups, statistics, strict=True)}
+        ):
+            for state in hidden.quantized:
+                model.run(self.index, state, arguments)
+        masters = {path: self._weights([path]) for path in self.paths}
+        for group, known in zip(groups, statistics, strict=True):
+            if all(path in self.paths for path in group):
+                self._fold(group, known, masters, hidden.quantized[0])
+        for group, known in zip(groups, statistics, strict=True):
+            for path in (path for path in group if path in self.paths):
+                self._settle([path], masters.pop(path), known, on_linear)
+        for path, weight in masters.items():
+            self._settle([path], weight, None, on_linear)
+        self._advance(hidden.quantized)
+
+    def _fold(
+        self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
+    ) -> None:
+        """Scale the columns of `group` up and the layer that makes their input down, where the block
+        allows it."""
+        source = fold_source(self.model, self.index, group, probe, self._arguments())
+        if source is None:
+            return
+        stacked = torch.cat([masters[path] for path in group])
+        size = stacked.shape[1] if self.scheme.group_size == -1 else self.scheme.group_size
+        factor = awq.search_fold(
+            stacked, known.hessian, known.magnitude, source.row_of_column, self.scheme.grid, size,
+            self.dtype,
+        )  # fmt: skip
+        for path in group:
+            masters[path] = masters[path] * factor
+        known.rescale(1 / factor)
+        rows = torch.ones(source.rows, device=factor.device)
+        rows[source.row_of_column] = 1 / factor
+        if source.path in masters:
+            masters[source.path] = masters[source.path] * rows[:, None]
+            bias = self._linear(source.path).bias
+            if bias is not None:
+                bias.data.mul_(rows.to(bias.dtype))
+        else:
+            for parameter in self.model.blocks[self.index].get_submodule(source.path).parameters():
+                shape = (-1, *[1] * (parameter.ndim - 1))
+                parameter.data = (parameter.data.float() * rows.view(shape)).to(parameter.dtype)
+
+    # -- shared
+
+    def _settle(
+        self, paths: list[str], weight: Tensor, statistics: Statistics | None, on_linear: OnLinear
+    ) -> None:
+        """Solve linears stacked along n and give each its share."""
+        solved = quantize(self.scheme, weight, statistics, self.method, self.dtype)
+        start = 0
+        for path in paths:
+            module = self._linear(path)
+            end = start + module.out_features
+            share = solved.rows(start, end)
+            module.weight.data = share.decoded.to(module.weight.dtype)
+            on_linear(path, share)
+            start = end
+
+    def _weights(self, paths: list[str]) -> Tensor:
+        """Stacked fp32 weights as the checkpoint has them, before any cast to the running dtype."""
+        names = [f"{self.model.block_prefix(self.index)}{path}.weight" for path in paths]
+        tensors = [self.model.read(self.model.stored[name]).float() for name in names]
+        return torch.cat(tensors).to(self.model.device)
+
+    def _linear(self, path: str) -> nn.Linear:
+        module = self.model.blocks[self.index].get_submodule(path)
+        assert isinstance(module, nn.Linear)
+        return module
+
+    def _arguments(self) -> Arguments:
+        assert self.arguments is not None
+        return self.arguments
+
+    def _advance(self, states: list[Tensor]) -> None:
+        """Replace each hidden state by what the block makes of it, in place: one list, not two."""
+        for i, state in enumerate(states):
+            states[i] = self.model.run(self.index, state, self._arguments())

@@ -1,0 +1,1 @@
+"""Requests to tokens: continuous batching over a paged KV cache. Nothing here yet."""

@@ -1,0 +1,1 @@
+"""What a model is worth: perplexity, KL from a baseline, zero-shot tasks, and the report."""

@@ -1,0 +1,137 @@
+"""What is asked of an evaluation, checked before a model is loaded, and what is recorded of it.
+
+A wrong name, a missing file or a bad row must not be found after an hour of work. Knows nothing of
+running models or of how results are shown.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.errors import UserError
+from billfish.evaluate.tasks import (
+    TASKS,
+    TextTask,
+    check_harness,
+    check_names,
+    read_rows,
+    task_bytes,
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    model: str | Path
+    tasks: tuple[str, ...] = ("sample",)
+    baseline: str | Path | None = None
+    kl: bool = False  # also KL(baseline || model) on every text task; holds both models in memory
+    data_dir: str | Path | None = None
+    limit: int | None = None  # samples of a zero-shot task, windows of a text
+    seqlen: int | None = None  # None: 2048, or what model and baseline can take
+    dtype: str = "auto"  # of both; auto is what each checkpoint says
+    device: str = "cpu"
+    batch_size: int = 4  # zero-shot requests per forward
+    command: str | None = None  # what the user typed, for the record
+
+    @property
+    def texts(self) -> list[str]:
+        return [name for name in self.tasks if isinstance(TASKS[name], TextTask)]
+
+    @property
+    def zero_shot(self) -> list[str]:
+        return [name for name in self.tasks if name not in self.texts]
+
+
+def check_request(request: EvalRequest) -> None:
+    """Raises what is wrong with the request."""
+    if not request.tasks:
+        raise UserError(f"no task was given. Tasks: {', '.join(TASKS)}.")
+    check_names(request.tasks)
+    if len(set(request.tasks)) != len(request.tasks):
+        raise UserError(f"tasks {', '.join(request.tasks)}: each can be given once.")
+    for what, number, least in (
+        ("limit", request.limit, 1),
+        ("batch size", request.batch_size, 1),
+        ("seqlen", request.seqlen, 2),
+    ):
+        if number is not None and number < least:
+            raise UserError(f"{what} {number}: it must be {least} or more.")
+    if request.dtype not in DTYPES:
+        raise UserError(f"dtype {request.dtype!r} is not one of {', '.join(DTYPES)}.")
+    if request.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device {request.device}: torch sees no CUDA device here. Use cpu.")
+    if request.kl and request.baseline is None:
+        raise UserError("KL compares a model with its baseline, and no baseline was given.")
+    if request.kl and not request.texts:
+        raise UserError(
+            f"KL is measured on a text, and the tasks are {', '.join(request.tasks)}. "
+            "Add wikitext2 or sample."
+        )
+    for role, path in (("model", request.model), ("baseline", request.baseline)):
+        if path is not None and not (Path(path) / "config.json").is_file():
+            raise UserError(
+                f"{role} {path}: there is no config.json. Give the directory of a checkpoint, "
+                "with config.json, tokenizer files and *.safetensors."
+            )
+    for name in request.zero_shot:
+        check_harness()
+        read_rows(name, request.data_dir, request.limit)
+
+
+def data_hashes(request: EvalRequest) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": name,
+            "file": TASKS[name].file or "sample_eval.txt",
+            "sha256": hashlib.sha256(task_bytes(name, request.data_dir)).hexdigest(),
+        }
+        for name in request.tasks
+    ]
+
+
+def read_quantization_report(model: str | Path) -> dict[str, Any] | None:
+    """What the quantizer wrote beside the weights, as it is; None where there is nothing."""
+    path = Path(model) / "quantization_report.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not JSON ({error}). Quantize again to write it anew, or remove it."
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object. Quantize again, or remove it.")
+    return content
+
+
+def bytes_on_disk(path: str | Path) -> int:
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions(request: EvalRequest) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    packages = ["torch", "transformers", "billfish"] + (["lm-eval"] if request.zero_shot else [])
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+            found[package] = "not installed as a package"
+    return found

@@ -1,0 +1,1 @@
+"""What the bits mean. Imports torch only."""

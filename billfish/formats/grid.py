@@ -1,0 +1,86 @@
+"""Real numbers <-> codes: the uniform grid, symmetric or asymmetric, one scale per group of columns.
+
+    weight = (code - zero) * scale        code and zero in [0, 2^bits)
+
+Symmetric means zero = 2^(bits-1) everywhere, and is not stored. Knows nothing of words, files or how a good
+scale is found (that is solvers/clip.py); a scale is always rounded to the dtype it will be stored in before a
+code is computed from it, so that what a solver sees is what a kernel will use.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+
+MIN_BITS, MAX_BITS = 2, 8
+
+
+@dataclass(frozen=True)
+class Grid:
+    bits: int = 4
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise UserError(f"bits={self.bits}: a uniform grid has {MIN_BITS} to {MAX_BITS} bits.")
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits
+
+    @property
+    def middle(self) -> int:
+        """The zero point of the symmetric grid."""
+        return 2 ** (self.bits - 1)
+
+    def fit(
+        self,
+        low: Tensor,  # (...) fp32, smallest weight of each group
+        high: Tensor,  # (...) fp32, largest
+        dtype: torch.dtype,  # in which the scale will be stored
+    ) -> tuple[Tensor, Tensor]:
+        """Scale (fp32 holding values of `dtype`) and integer zero (fp32) that cover [low, high].
+
+        Symmetric: the grid reaches -2^(b-1) but only 2^(b-1) - 1 upwards; the scale is taken as
+        absmax / (2^(b-1) - 0.5), so that an extreme of either sign is off by half a step at most.
+        """
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        if self.symmetric:
+            scale = torch.maximum(-low, high) / (self.middle - 0.5)
+        else:
+            scale = (high - low) / (self.levels - 1)
+        scale = round_scale(scale, dtype)
+        if self.symmetric:
+            zero = torch.full_like(scale, float(self.middle))
+        else:
+            zero = torch.round(-low / scale).clamp(0, self.levels - 1)
+        return scale, zero
+
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Nearest code, as fp32 integers; the three broadcast."""
+        return torch.clamp(torch.round(weight / scale) + zero, 0, self.levels - 1)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return (codes - zero) * scale
+
+
+def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the nearest value of `dtype`, kept positive, finite and normal: a group of zeros gets the
+    smallest normal number, under which every code still decodes to a finite value."""
+    info = torch.finfo(dtype)
+    return scale.clamp(info.tiny, info.max).to(dtype).float()
+
+
+def group_count(k: int, group_size: int) -> int:
+    """Groups along k; -1 is one group per output channel. Raises with the sizes that divide k."""
+    if group_size == -1:
+        return 1
+    if group_size < 1 or k % group_size:
+        fits = [size for size in (16, 32, 64, 96, 128, 192, 256, 512) if k % size == 0]
+        raise UserError(
+            f"group size {group_size} does not divide k = {k}. Sizes that do: "
+            f"{', '.join(map(str, fits)) or 'none of the usual ones'}; -1 (one scale per channel) always fits."
+        )
+    return k // group_size

@@ -1,0 +1,35 @@
+"""What a stored tensor looks like before its data exists. The letters of the whole house:
+
+    m  tokens (rows of the activation)        k  inputs of a linear
+    n  outputs of a linear                    g  groups along k that share one scale
+
+Weights are (n, k), as Hugging Face stores them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def mismatch(self, tensor: torch.Tensor) -> str | None:
+        """Why `tensor` is not one of these, in a few words, or None."""
+        if tuple(tensor.shape) != self.shape:
+            return f"has shape {tuple(tensor.shape)}, expected {self.shape}"
+        if tensor.dtype != self.dtype:
+            return f"has dtype {tensor.dtype}, expected {self.dtype}"
+        return None

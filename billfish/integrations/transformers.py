@@ -1,0 +1,238 @@
+"""Packed checkpoints in transformers: from_pretrained runs them through QuantLinear.
+
+compressed-tensors (pack-quantized), GPTQ, AWQ and Marlin checkpoints are taken over, without their
+packages; what `read_dialect` cannot read, and every call that passes a quantization_config of its
+own, goes to transformers' own quantizer. Loading never leaves a random weight: a tensor that is
+missing or has another shape is an error. save_pretrained writes compressed-tensors, whatever was
+loaded.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from billfish.errors import UserError
+from billfish.models.compressed import CompressedTensors
+from billfish.models.dialect import Dialect, refuse_unknown
+from billfish.models.foreign import read_dialect
+from billfish.models.hf import read_header
+from billfish.models.linear import QuantLinear
+from billfish.schemes.w4a16 import W4A16
+
+METHOD = "billfish"
+logger = logging.get_logger(__name__)
+
+
+class BillfishConfig(QuantizationConfigMixin):
+    """A checkpoint's quantization_config, kept as it is written in the file."""
+
+    quant_method: Any  # transformers has an enum of its own methods; any string works
+
+    def __init__(self, **source: Any) -> None:
+        self.quant_method = METHOD
+        self.source = source
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.source)
+
+
+class StoredLinear(nn.Module):
+    """Stands in for a linear while the checkpoint is read: its tensors, under the file's names."""
+
+    def __init__(self, dialect: Dialect, scheme: W4A16, linear: nn.Linear, bias: bool) -> None:
+        super().__init__()
+        self.dialect, self.scheme = dialect, scheme
+        self.n, self.k, self.dtype = linear.out_features, linear.in_features, linear.weight.dtype
+        self.bias_expected = linear.bias is not None
+        for name, spec in dialect.stored(scheme, self.n, self.k, self.dtype).items():
+            self.register_buffer(name, spec.empty("meta"))
+        empty = torch.empty(self.n, dtype=self.dtype, device="meta")
+        self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
+
+    def arrange(self) -> QuantLinear:
+        """The module that runs; this one is empty afterwards."""
+        stored = {
+            name: tensor
+            for name, tensor in self._buffers.items()
+            if tensor is not None and was_loaded(tensor)
+        }
+        self._buffers.clear()
+        scheme = self.dialect.settle(self.scheme, stored)
+        tensors = self.dialect.to_canonical(scheme, stored, self.n, self.k)
+        device = stored[self.dialect.words].device
+        bias = self.bias
+        if bias is not None and not was_loaded(bias):
+            raise UserError("bias is missing. The checkpoint is incomplete: copy it again.")
+        if bias is not None and not self.bias_expected and not bool(bias.any()):
+            bias = None  # AutoGPTQ wrote zeros where a model has no bias
+        linear = QuantLinear(scheme, self.n, self.k, dtype=self.dtype, device="meta")
+        linear.bias = bias
+        linear.set_tensors(
+            {
+                name: tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+                for name, tensor in tensors.items()
+            }
+        )
+        linear.arrange()
+        return linear
+
+
+class BillfishQuantizer(HfQuantizer):
+    requires_calibration = True  # it runs packed checkpoints; making them is `billfish quantize`
+
+    def __init__(self, quantization_config: BillfishConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.config = quantization_config
+        self.dialect = read_dialect(quantization_config.source)
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        held = tensor_names(checkpoint_files or ())
+        parts: dict[str, list[str]] = {}
+        for tensor in held:
+            owner, _, part = tensor.rpartition(".")
+            parts.setdefault(owner, []).append(part)
+        tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+                continue
+            in_file = self._name_in_file(name, model.base_model_prefix, held)
+            packed = f"{in_file}.{self.dialect.words}" in held
+            scheme = self.dialect.scheme(in_file)
+            if packed and scheme is None:
+                raise UserError(
+                    f"{in_file}: the file holds it packed, the quantization_config says it is not "
+                    "quantized. One of them belongs to another checkpoint."
+                )
+            if packed and f"{name}.weight" in tied:
+                raise UserError(
+                    f"{in_file}: the file holds it packed, config.json ties it to another weight. "
+                    "Set tie_word_embeddings to false in config.json."
+                )
+            # A file that holds the layer unpacked has the last word: GPTQ configs do not list them.
+            dense = f"{in_file}.weight" in held or f"{name}.weight" in tied
+            if scheme is None or (dense and not packed):
+                continue
+            try:
+                refuse_unknown(self.dialect, scheme, parts.get(in_file, ()) if packed else ())
+            except UserError as error:
+                raise UserError(f"{in_file}: {error}") from None
+            bias = module.bias is not None or f"{in_file}.bias" in held
+            replace_module(model, name, StoredLinear(self.dialect, scheme, module, bias))
+
+    def _name_in_file(self, name: str, prefix: str, held: set[str]) -> str:
+        """A model and its file may differ by the base model's prefix (LlamaModel, ForCausalLM)."""
+        for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if f"{candidate}.{self.dialect.words}" in held or f"{candidate}.weight" in held:
+                return candidate
+        return name
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        waiting = [(n, m) for n, m in model.named_modules() if isinstance(m, StoredLinear)]
+        schemes: dict[str, W4A16] = {}
+        for name, module in waiting:
+            if hasattr(module, "_hf_hook"):
+                raise UserError(
+                    f"{name}: the model was spread over several devices, which packed layers do "
+                    'not support yet. Pass one device, for example device_map="cpu".'
+                )
+            try:
+                linear = module.arrange()
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from None
+            schemes[name] = linear.scheme  # type: ignore[assignment]
+            replace_module(model, name, linear)
+        refuse_random(model)
+        if schemes:
+            self._describe(model, schemes)
+        return model
+
+    def _describe(self, model: Any, schemes: dict[str, W4A16]) -> None:
+        """What save_pretrained will write: the checkpoint's own config while it is still true."""
+        ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        if isinstance(self.dialect, CompressedTensors):
+            known = {name: self.dialect.scheme(name) for name in (*schemes, *ignore)}
+            if known == {**dict.fromkeys(ignore), **schemes}:
+                return
+        self.config.source = CompressedTensors.config(schemes, ignore)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def tensor_names(files: Iterable[str]) -> set[str]:
+    """What the checkpoint holds; of anything but safetensors nothing is known beforehand."""
+    return {
+        name
+        for file in files
+        if str(file).endswith(".safetensors")
+        for name in read_header(Path(file))
+    }
+
+
+def was_loaded(tensor: Tensor) -> bool:
+    """transformers marks every tensor it takes from a checkpoint, so as not to initialize it.
+
+    What it does not find becomes torch.empty without the mark, and a warning. Should the mark ever
+    go, every load fails here: loudly, never with random weights.
+    """
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def refuse_random(model: Any) -> None:
+    """Raises if any parameter came from neither the checkpoint nor a tied one."""
+    excused = [re.compile(p) for p in model._keys_to_ignore_on_load_missing or ()]
+    random = [
+        name
+        for name, parameter in model.named_parameters()
+        if not was_loaded(parameter) and not any(p.search(name) for p in excused)
+    ]
+    if random:
+        raise UserError(
+            f"the checkpoint does not hold {', '.join(random[:4])}"
+            + (f" and {len(random) - 4} more" if len(random) > 4 else "")
+            + ": these would be random. It is incomplete, or packs layers that this model class "
+            "does not have as linears (fused experts), or belongs to another model class."
+        )
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def register() -> None:
+    """Take over what we can read; called once transformers' quantizers are imported. Idempotent."""
+    if METHOD in auto.AUTO_QUANTIZER_MAPPING:
+        return
+    own = auto.AutoHfQuantizer.merge_quantization_configs
+
+    def merge(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        if isinstance(quantization_config, dict) and quantization_config_from_args is None:
+            try:
+                read_dialect(quantization_config)
+                return BillfishConfig(**quantization_config)
+            except UserError as error:
+                logger.info(f"Billfish leaves this checkpoint to transformers. {error}")
+        return own(quantization_config, quantization_config_from_args)
+
+    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)  # type: ignore
+    auto.register_quantization_config(METHOD)(BillfishConfig)
+    auto.register_quantizer(METHOD)(BillfishQuantizer)

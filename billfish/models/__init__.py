@@ -1,0 +1,1 @@
+"""Modules and files. Imports formats and schemes."""

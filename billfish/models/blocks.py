@@ -1,0 +1,351 @@
+"""Any Hugging Face model as a list of blocks whose weights come and go: the streamed model.
+
+The skeleton has real buffers and parameters without storage; `fill` reads one block's weights, `drop` frees
+them. Inputs of blocks are caught by module hooks, never by tracing, so any model whose decoder (or encoder) is a
+list of blocks works. Knows nothing of codes or solvers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig
+
+from billfish.errors import UserError
+from billfish.models.checkpoint import first_nonfinite
+from billfish.models.hf import Checkpoint
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """torch.empty, with which every large parameter is born, gives no storage; buffers are computed for
+    real, so rotary tables and masks need no second pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class LinearName:
+    """One linear of one block: `path` inside the block, `weight` and `bias` as the checkpoint calls them."""
+
+    path: str
+    weight: str
+    n: int
+    k: int
+
+
+class _Caught(Exception):
+    """Raised by a hook to leave a forward pass once it has seen what it came for."""
+
+
+class StreamedModel:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.model = skeleton(checkpoint)
+        self.prefix, self.blocks = find_blocks(self.model)
+        self.stored = self._stored_names()
+
+    def _stored_names(self) -> dict[str, str]:
+        """Parameter name in the model -> name in the checkpoint (a base model saved alone has no prefix)."""
+        base = getattr(self.model, "base_model_prefix", "") + "."
+        stored = {}
+        for name, _ in self.model.named_parameters():
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+            candidates = (name, base + name, name.removeprefix(base), old, base + old)
+            found = next((candidate for candidate in candidates if candidate in self.checkpoint), None)
+            if found is not None:
+                stored[name] = found
+            elif name.startswith(self.prefix + "."):
+                raise UserError(
+                    f"{self.checkpoint.path}: has no tensor {name!r}, which "
+                    f"{type(self.model).__name__} needs. The checkpoint is incomplete or of another class."
+                )
+        return stored
+
+    def block_prefix(self, index: int) -> str:
+        return f"{self.prefix}.{index}."
+
+    def linears(self, index: int) -> list[LinearName]:
+        found = []
+        for path, module in self.blocks[index].named_modules():
+            if isinstance(module, nn.Linear):
+                name = self.stored[f"{self.block_prefix(index)}{path}.weight"]
+                found.append(LinearName(path, name, module.out_features, module.in_features))
+        return found
+
+    def stored_block(self, index: int) -> list[str]:
+        """Every tensor of the checkpoint that belongs to block `index`, parameters or not."""
+        names = [
+            stored
+            for name, stored in self.stored.items()
+            if name.startswith(self.block_prefix(index))
+        ]
+        prefix = names[0][: names[0].index(f".{index}.") + len(f".{index}.")]
+        return [name for name in self.checkpoint if name.startswith(prefix)]
+
+    def read(self, stored: str) -> Tensor:
+        """One tensor of the checkpoint, as it is there; NaN and Inf are refused by name."""
+        tensor = self.checkpoint.tensor(stored)
+        problem = first_nonfinite(stored, tensor)
+        if problem:
+            file = self.checkpoint.entries[stored].file
+            raise UserError(f"{self.checkpoint.path / file}: {problem}; such weights cannot be quantized.")
+        return tensor
+
+    def fill(self, prefix: str, skip: str = "\0") -> None:
+        """Give storage and values to the parameters whose names start with `prefix` and not with `skip`."""
+        for name, stored in self.stored.items():
+            if name.startswith(prefix) and not name.startswith(skip):
+                value = self.read(stored)
+                value = value.to(self.device, self.dtype if value.is_floating_point() else None)
+                self._set(name, value)
+
+    def drop(self, prefix: str, skip: str = "\0") -> None:
+        for name in self.stored:
+            if name.startswith(prefix) and not name.startswith(skip):
+                self._set(name, self.model.get_parameter(name).to("meta"))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    @torch.inference_mode()
+    def first_inputs(self, sequences: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
+        """Hidden states that enter block 0, one (1, length, hidden) a sequence, and the other arguments.
+
+        What surrounds the blocks (embeddings, their norms) is filled for this pass only.
+        """
+        blocks = self.prefix + "."
+        self.fill("", skip=blocks)
+        self.model.eval()
+        hidden: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden.append(args[0] if args else kwargs["hidden_states"])
+            raise _Caught
+
+        handle = self.blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
+        for sequence in sequences:
+            self._forward(sequence)
+        handle.remove()
+        arguments = self._arguments({len(sequence): sequence for sequence in sequences})
+        self.drop("", skip=blocks)
+        return [state.to(self.dtype) for state in hidden], arguments
+
+    def _forward(self, sequence: Tensor) -> None:
+        """A forward pass that a hook is expected to leave."""
+        ids = sequence[None].to(self.device)
+        extra = {} if self.is_encoder else {"use_cache": False}
+        try:
+            self.model(input_ids=ids, **extra)
+        except _Caught:
+            pass
+
+    @property
+    def is_encoder(self) -> bool:
+        return not getattr(self.model.config, "is_decoder", False) and self.model.can_generate() is False
+
+    def _arguments(self, by_length: dict[int, Tensor]) -> "Arguments":
+        """What each block is called with besides the hidden state, for each sequence length.
+
+        Block 0 runs for real once, to learn whether blocks return a tensor or a tuple; then one pass per
+        length with every block passing its input on shows what each would have been given (masks and
+        rotary tables may differ from block to block).
+        """
+        arguments = Arguments(len(self.blocks))
+        self.fill(self.block_prefix(0))
+        returns_tuple: list[bool] = []
+
+        def learn(module: nn.Module, args: Any, output: Any) -> None:
+            returns_tuple.append(isinstance(output, tuple))
+            raise _Caught
+
+        handle = self.blocks[0].register_forward_hook(learn)
+        self._forward(next(iter(by_length.values())))
+        handle.remove()
+        self.drop(self.block_prefix(0))
+
+        originals = [block.forward for block in self.blocks]
+        try:
+            for length, sequence in by_length.items():
+                for index, block in enumerate(self.blocks):
+                    block.forward = self._recorder(arguments, index, length, returns_tuple[0])  # type: ignore[method-assign]
+                self._forward(sequence)
+        finally:
+            for block, original in zip(self.blocks, originals, strict=True):
+                del block.forward
+                assert block.forward == original
+        return arguments
+
+    def _recorder(self, arguments: "Arguments", index: int, length: int, as_tuple: bool) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            kwargs = {
+                key: value
+                for key, value in kwargs.items()
+                if key not in ("past_key_values", "past_key_value", "layer_past")
+            }
+            arguments.put(index, length, args[1:], kwargs)
+            if index == len(self.blocks) - 1:
+                raise _Caught
+            return (hidden,) if as_tuple else hidden
+
+        return record
+
+    @torch.inference_mode()
+    def run(
+        self, index: int, hidden: Tensor, arguments: "Arguments", block: nn.Module | None = None
+    ) -> Tensor:
+        """Block `index`, or a stand-in for it, on one hidden state."""
+        args, kwargs = arguments.get(index, hidden.shape[1], hidden.dtype)
+        output = (block or self.blocks[index])(hidden, *args, **kwargs)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    @contextmanager
+    def watch(self, block: nn.Module, path: str, catch: Callable[[Tensor], None]) -> Iterator[None]:
+        """While open, `catch(x)` sees every input of one linear, and the forward pass ends there."""
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            catch(args[0])
+            raise _Caught
+
+        handle = block.get_submodule(path).register_forward_pre_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def listen(self, index: int, catch: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
+        """While open, each linear named shows its inputs, and the forward pass goes on."""
+        handles = [
+            self.blocks[index]
+            .get_submodule(path)
+            .register_forward_pre_hook(lambda module, args, see=see: see(args[0]))  # type: ignore[misc]
+            for path, see in catch.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def run_until_caught(
+        self, index: int, hidden: Tensor, arguments: "Arguments", block: nn.Module | None = None
+    ) -> None:
+        try:
+            self.run(index, hidden, arguments, block)
+        except _Caught:
+            return
+
+    def input_groups(self, index: int, hidden: Tensor, arguments: "Arguments") -> list[list[str]]:
+        """Linears of the block in the order they run, those that read the same tensor together."""
+        groups: list[tuple[Tensor, list[str]]] = []  # holding the tensors keeps their identity unique
+        handles = []
+
+        def hook_for(path: str) -> Any:
+            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                for seen, paths in groups:
+                    if seen is args[0] or (
+                        seen.data_ptr() == args[0].data_ptr() and seen.shape == args[0].shape
+                    ):
+                        paths.append(path)
+                        return
+                groups.append((args[0], [path]))
+
+            return hook
+
+        for linear in self.linears(index):
+            module = self.blocks[index].get_submodule(linear.path)
+            handles.append(module.register_forward_pre_hook(hook_for(linear.path)))
+        self.run(index, hidden, arguments)
+        for handle in handles:
+            handle.remove()
+        return [paths for _, paths in groups]
+
+
+class Arguments:
+    """What each block is called with besides the hidden state, by sequence length. Tables that blocks
+    share are kept once."""
+
+    def __init__(self, blocks: int) -> None:
+        self._calls: list[dict[int, tuple[tuple[Any, ...], dict[str, Any]]]] = [
+            {} for _ in range(blocks)
+        ]
+
+    def put(self, index: int, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls[index][length] = (args, kwargs)
+
+    def get(
+        self, index: int, length: int, dtype: torch.dtype
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self._calls[index][length]
+        return _as_dtype(args, dtype), _as_dtype(kwargs, dtype)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Float tensors inside tuples and dicts in `dtype`: masks and tables must match the hidden state."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_as_dtype(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _as_dtype(item, dtype) for key, item in value.items()}
+    return value
+
+
+def skeleton(checkpoint: Checkpoint) -> Any:
+    """The model class that config.json names, without weights."""
+    names = checkpoint.config.get("architectures") or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise UserError(
+            f"{checkpoint.path}: architecture {names[0] if names else 'not given'!r} is not a class of "
+            f"transformers {transformers.__version__}."
+        )
+    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
+    if hasattr(config, "quantization_config"):
+        raise UserError(
+            f"{checkpoint.path}: is already quantized ({config.quantization_config.get('quant_method')}). "
+            "Start from the original, or use `billfish convert` to change its format."
+        )
+    with _EmptyOnMeta():
+        return model_class._from_config(config)
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list that holds most of the model: (its name, itself)."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if best is None or size > best[0]:
+                best = (size, name, module)
+    if best is None:
+        raise UserError(f"{type(model).__name__} has no list of blocks; nothing to stream.")
+    _, name, blocks = best
+    for parameter_name, parameter in blocks.named_parameters():
+        if parameter.ndim == 3:
+            raise UserError(
+                f"{type(model).__name__} is a mixture of experts with fused weights "
+                f"({name}.{parameter_name}, {tuple(parameter.shape)}); only experts that are plain linears "
+                "can be quantized for now."
+            )
+    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
+        raise UserError(
+            f"{type(model).__name__}: its blocks ({name}) hold no nn.Linear, so there is nothing to quantize."
+        )
+    return name, blocks

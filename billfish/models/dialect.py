@@ -1,0 +1,141 @@
+"""What a checkpoint format must say so that the rest of the house can read and write it.
+
+A dialect is another way to store the same numbers: its own names, words and quantization_config
+for the canonical tensors of w4a16. Integers, scales and zeros come through unchanged in both
+directions. It knows no files, and no modules beyond their names. compressed.py, gptq.py and
+foreign.py hold them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.formats.spec import TensorSpec
+from billfish.schemes.base import Tensors
+from billfish.schemes.w4a16 import W4A16
+
+Config = Mapping[str, Any]
+
+
+class Dialect(Protocol):
+    name: ClassVar[str]
+    words: ClassVar[str]  # the tensor of the codes: a module that has it in a file is packed
+    optional: ClassVar[frozenset[str]]  # tensors of stored() that a file may lack
+
+    def scheme(self, module: str) -> W4A16 | None:
+        """How the config says this linear is stored; None: not quantized."""
+
+    def stored(self, scheme: W4A16, n: int, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """The tensors of one (n, k) linear in the file, scales in `dtype`."""
+
+    def size(self, scheme: W4A16, stored: Tensors) -> tuple[int, int]:
+        """(n, k) of a stored linear. The words may be on the meta device."""
+
+    def settle(self, scheme: W4A16, stored: Tensors) -> W4A16:
+        """The scheme this layer really has, where the config leaves it open. Words may be meta."""
+
+    def to_canonical(self, scheme: W4A16, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
+        """Canonical tensors of a settled scheme; a UserError where `stored` does not fit it."""
+
+    def from_canonical(self, scheme: W4A16, tensors: Tensors) -> dict[str, Tensor]:
+        """The inverse; raises a UserError where the dialect cannot say it."""
+
+    @staticmethod
+    def refuses(module: str, scheme: W4A16, n: int, k: int) -> str | None:
+        """Why this dialect cannot store such a layer, in a sentence a user can act on."""
+
+    @staticmethod
+    def config(schemes: Mapping[str, W4A16], ignore: Sequence[str]) -> dict[str, Any]:
+        """Its quantization_config for these modules; `ignore` are the linears left as they are."""
+
+
+def check_stored(dialect: Dialect, scheme: W4A16, stored: Tensors, n: int, k: int) -> None:
+    """Raises where a tensor is missing or is not what `dialect.stored` says."""
+    dtype = next((t.dtype for t in stored.values() if t.is_floating_point()), torch.float16)
+    for name, spec in dialect.stored(scheme, n, k, dtype).items():
+        if name not in stored:
+            if name in dialect.optional:
+                continue
+            raise UserError(
+                f"{name} is missing, without which a {dialect.name} layer cannot be read. "
+                "The checkpoint is incomplete: copy it again."
+            )
+        problem = spec.mismatch(stored[name])
+        if problem:
+            raise UserError(
+                f"{name} {problem} for a {n} x {k} layer stored as {dialect.name} with {scheme}. "
+                "The file and its config.json do not belong together."
+            )
+
+
+def refuse_unknown(dialect: Dialect, scheme: W4A16, found: Iterable[str]) -> None:
+    """Raises for a tensor of a packed layer that nobody reads: it may change what is computed."""
+    known = {*dialect.stored(scheme, 0, 0, torch.float16), "bias"}
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise UserError(
+            f"{', '.join(unknown)} is unknown in a {dialect.name} layer with {scheme}; without "
+            "it the result could be wrong. The quantization_config does not fit the file."
+        )
+
+
+def common_scheme(schemes: Mapping[str, W4A16]) -> W4A16:
+    """The scheme of most modules: what a config says once, the others being exceptions."""
+    if not schemes:
+        raise UserError("there is no quantized linear to write a quantization_config for.")
+    return Counter(schemes.values()).most_common(1)[0][0]
+
+
+def pattern(expression: str) -> Callable[[str], bool]:
+    """A config's regular expression, matched from the start of the name as every writer does."""
+    try:
+        compiled = re.compile(expression)
+    except re.error as error:
+        raise UserError(
+            f"quantization_config: {expression!r} is no regular expression ({error})."
+        ) from None
+    return lambda name: compiled.match(name) is not None
+
+
+def integer(config: Config, *names: str) -> int:
+    """The first of `names` that the config has, which must be an integer."""
+    for name in names:
+        if config.get(name) is not None:
+            value = config[name]
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"quantization_config: {name} = {value!r} is not an integer.")
+            return value
+    raise UserError(f"quantization_config: {names[0]} is missing.")
+
+
+def flag(config: Config, name: str, default: bool) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise UserError(f"quantization_config: {name} = {value!r} is not true or false.")
+    return value
+
+
+def names(config: Config, name: str) -> list[str]:
+    """A list of strings, nested or not; absent and null are empty."""
+    return list(_flatten(config.get(name) or [], name))
+
+
+def _flatten(value: Any, name: str) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _flatten(item, name)
+    else:
+        raise UserError(f"quantization_config: {name} holds {value!r}, expected names.")
+
+
+def is_lm_head(module: str) -> bool:
+    return module.rpartition(".")[2] == "lm_head"

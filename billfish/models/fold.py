@@ -1,0 +1,72 @@
+"""Where a scale can be folded: which layer of a block makes the input of some linears, up to a factor a channel.
+
+Found by trial, not by a table of architectures: a candidate counts if scaling its outputs down and the linears'
+columns up by powers of two leaves what the block computes as it was. So norm -> q/k/v and gate/up, v -> o (shared
+by the heads of a group) and up -> down are found, and anything behind a curved activation is not.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from billfish.models.blocks import Arguments, StreamedModel
+
+TOLERANCE = 1e-3  # of what the block adds; a wrong fold changes it by more than a tenth
+
+
+@dataclass(frozen=True)
+class FoldSource:
+    path: str
+    rows: int  # its output channels
+    row_of_column: Tensor  # (k,) int64
+
+
+@torch.inference_mode()
+def fold_source(
+    model: StreamedModel, index: int, group: list[str], probe: Tensor, arguments: Arguments
+) -> FoldSource | None:
+    """The layer to fold into for the linears `group`, which read one tensor; None where there is none."""
+    block = copy.deepcopy(model.blocks[index]).float()
+    first = block.get_submodule(group[0])
+    assert isinstance(first, nn.Linear)
+    probe = probe.float()
+    expected = model.run(index, probe, arguments, block)
+    added = (expected - probe).norm().clamp(max=expected.norm())
+    for path, module in reversed(list(block.named_modules())):
+        rows = _output_channels(module)
+        if rows is None or path in group or first.in_features % rows:
+            continue
+        source = FoldSource(path, rows, _row_of_column(model, rows, first.in_features))
+        generator = torch.Generator().manual_seed(0)
+        factor = (2.0 ** torch.randint(-2, 3, (rows,), generator=generator)).to(model.device)
+        trial = copy.deepcopy(block)
+        for parameter in trial.get_submodule(path).parameters():
+            parameter.data /= factor.view(-1, *[1] * (parameter.ndim - 1))
+        for consumer in group:
+            trial.get_submodule(consumer).get_parameter("weight").data *= factor[source.row_of_column]
+        if (model.run(index, probe, arguments, trial) - expected).norm() <= TOLERANCE * added:
+            return source
+    return None
+
+
+def _output_channels(module: nn.Module) -> int | None:
+    """Of a layer that could take a scale: a linear, or a norm with one weight a channel."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 1 and not list(module.children()):
+        return len(weight)
+    return None
+
+
+def _row_of_column(model: StreamedModel, rows: int, k: int) -> Tensor:
+    """Which output of the source feeds each column: one to one, or grouped-query heads that share."""
+    columns = torch.arange(k, device=model.device)
+    if rows == k:
+        return columns
+    config = model.model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row: Tensor = columns // (head * (k // rows)) * head + columns % head
+    return row % rows

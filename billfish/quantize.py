@@ -1,0 +1,361 @@
+"""The offline driver: read, calibrate block by block, quantize, write, resume.
+
+It holds one block, its statistics and the calibration activations, never the model. After each block its shard,
+its report and the activations that enter the next block are on disk under their final names, so a job killed at
+any moment goes on at the block it was in, and ends with the same bytes as one that was never stopped.
+
+    out/model-00001-of-000NN.safetensors   what is outside the blocks
+    out/model-0000i-of-000NN.safetensors   block i - 2
+    out/.billfish/                         the job while it runs: job.json, block reports, activations
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from billfish.calibrate import BlockJob, Hidden
+from billfish.calibration import SAMPLE, Calibration, calibration
+from billfish.errors import UserError
+from billfish.formats.grid import group_count
+from billfish.models import checkpoint as files
+from billfish.models.blocks import Arguments, StreamedModel
+from billfish.models.compressed import write_config
+from billfish.models.hf import Checkpoint, read_json
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.quantize import METHODS, NEEDS_DATA, Solved
+from billfish.version import __version__
+
+JOB = ".billfish"
+REPORT = "quantization_report.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that decides the result. Equal requests on equal inputs give equal bytes."""
+
+    model: Path
+    output: Path
+    scheme: W4A16
+    method: str = "gptq"
+    data: str = SAMPLE
+    nsamples: int = 128
+    seqlen: int = 1024
+    seed: int = 0
+    device: str = "cpu"
+    dtype: torch.dtype | None = None  # of scales and of what stays unquantized; None: the model's
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UserError(f"--method {self.method}: known are {', '.join(METHODS)}.")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Told to the caller after every linear and every block."""
+
+    block: int
+    blocks: int
+    linear: str | None = None
+    error: float | None = None
+    note: str | None = None
+    seconds_left: float | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def quantize(
+    request: Request, resume: bool | None = None, on_progress: OnProgress | None = None
+) -> dict[str, Any]:
+    """Quantize a checkpoint directory into another one; the report.
+
+    `resume` None: go on with an unfinished job of the same request, refuse anything else that is there.
+    True: the same, and a finished one is left as it is. False: start over.
+    """
+    started = time.monotonic()
+    source = Checkpoint(request.model)
+    job = Job(request, source)
+    done = job.open(resume)
+    if not done:
+        job.run(on_progress or (lambda progress: None))
+    report = read_json(request.output / REPORT)
+    return {**report, "seconds": round(time.monotonic() - started, 1), "output": str(request.output)}
+
+
+class Job:
+    def __init__(self, request: Request, source: Checkpoint) -> None:
+        self.request, self.source, self.output = request, source, request.output
+        self.state = request.output / JOB
+        self.dtype = request.dtype or stored_dtype(source)
+        # fp16 has no fast CPU path and overflows; the calibration passes then run in fp32.
+        self.running = torch.float32 if self.dtype == torch.float16 else self.dtype
+        self.model = StreamedModel(source, self.running, torch.device(request.device))
+        self.shards = len(self.model.blocks) + 1
+        self.skipped = {
+            name: reason for name, _, _, reason in self.linear_fates() if reason is not None
+        }
+        if len(self.skipped) == len(self.linear_fates()):
+            raise UserError(
+                f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
+            )
+
+    def linear_fates(self) -> list[tuple[str, int, int, str | None]]:
+        """(module, n, k, why it is skipped or None) of every linear, head included."""
+        fates = []
+        for name, module in self.model.model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                reason = None
+                if not name.startswith(self.model.prefix + "."):
+                    reason = "outside the blocks: kept in 16 bit"
+                else:
+                    try:
+                        group_count(module.in_features, self.request.scheme.group_size)
+                    except UserError as error:
+                        reason = str(error)
+                fates.append((name, module.out_features, module.in_features, reason))
+        return fates
+
+    # -- resuming
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for two runs to give the same bytes."""
+        request = self.request
+        shards = {entry.file for entry in self.source.entries.values()}
+        header = json.dumps({n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()})
+        return {
+            "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
+            "method": request.method,
+            "data": request.data,
+            "nsamples": request.nsamples,
+            "seqlen": request.seqlen,
+            "seed": request.seed,
+            "device": request.device,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),
+            "model_bytes": sum((self.source.path / shard).stat().st_size for shard in shards),
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def open(self, resume: bool | None) -> bool:
+        """Make or find the output directory; True if it is finished already."""
+        ours, finished = (self.state / "job.json").exists(), (self.output / files.MANIFEST).exists()
+        if resume is False and self.output.exists():
+            if not (ours or finished or not any(self.output.iterdir())):
+                raise UserError(
+                    f"{self.output}: exists and was not made by Billfish; --fresh will not delete it. "
+                    "Choose another --output."
+                )
+            shutil.rmtree(self.output)
+        elif finished and resume and not ours:
+            report = read_json(self.output / REPORT)
+            self._same_job(report.get("fingerprint", {}))
+            return True
+        elif ours:
+            self._same_job(read_json(self.state / "job.json"))
+            for leftover in self.output.rglob("*" + files.TEMPORARY):
+                leftover.unlink()
+            if finished:  # killed between the manifest and the clean-up
+                shutil.rmtree(self.state)
+                return True
+            return False
+        elif self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise UserError(
+                f"{self.output}: exists and is not empty. --fresh deletes it and starts over, "
+                "--resume goes on with an unfinished job, or choose another --output."
+            )
+        self.state.mkdir(parents=True, exist_ok=True)
+        files.write_json(self.state / "job.json", self.fingerprint())
+        return False
+
+    def _same_job(self, before: dict[str, Any]) -> None:
+        now = self.fingerprint()
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed:
+            details = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
+            raise UserError(
+                f"{self.output}: holds a job made another way ({details}). "
+                "Run that command again, or start over with --fresh."
+            )
+
+    # -- running
+
+    def run(self, on_progress: OnProgress) -> None:
+        blocks = len(self.model.blocks)
+        first = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
+        data = self._calibration()
+        hidden, arguments = self._enter(first, data)
+        if not self._shard(0).exists():
+            self._write_outside()
+        self.model.model.eval()
+        started = time.monotonic()
+        for index in range(first, blocks):
+            self._run_block(index, hidden, arguments, on_progress)
+            pace = (time.monotonic() - started) / (index - first + 1)
+            left = pace * (blocks - index - 1)
+            on_progress(Progress(index, blocks, seconds_left=left))
+        self._finish(data)
+
+    def _calibration(self) -> Calibration | None:
+        request = self.request
+        if not NEEDS_DATA[request.method]:
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=False)
+        limit = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None)
+        seqlen = min(request.seqlen, limit or request.seqlen)
+        return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
+
+    def _enter(self, first: int, data: Calibration | None) -> tuple[Hidden, Arguments | None]:
+        """Activations before block `first`: from the embeddings, or as the stopped job left them."""
+        if data is None or first == len(self.model.blocks):
+            return Hidden([]), None
+        quantized, arguments = self.model.first_inputs(data.sequences)
+        if first:
+            return self._load_hidden(first), arguments
+        original = list(quantized) if self.request.method == "gptq" else []
+        return Hidden(quantized, original), arguments
+
+    def _run_block(
+        self, index: int, hidden: Hidden, arguments: Arguments | None, on_progress: OnProgress
+    ) -> None:
+        request, model = self.request, self.model
+        prefix = model.block_prefix(index)
+        model.fill(prefix)
+        linears = {linear.path: linear for linear in model.linears(index)}
+        paths = [path for path in linears if prefix + path not in self.skipped]
+        packed: dict[str, Tensor] = {}
+        layers: list[dict[str, Any]] = []
+
+        def settle(path: str, solved: Solved) -> None:
+            linear = linears[path]
+            module = linear.weight.removesuffix(".weight")
+            tensors = request.scheme.pack(solved.codes, solved.scales, solved.zeros)
+            packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
+            bits = request.scheme.bits_per_weight(linear.n, linear.k, self.dtype)
+            layers.append({
+                "name": prefix + path, "n": linear.n, "k": linear.k, "bits_per_weight": round(bits, 4),
+                "error": solved.error, "note": solved.note,
+            })  # fmt: skip
+            progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
+            on_progress(progress)
+
+        job = BlockJob(model, index, paths, request.scheme, request.method, self.dtype, arguments)
+        with torch.inference_mode():
+            job.solve(hidden, settle)
+        self._write_block(index, packed)
+        if arguments is not None:
+            self._save_hidden(index + 1, hidden)
+        files.write_json(self._block_report(index), {"layers": layers})
+        self._hidden_file(index).unlink(missing_ok=True)
+        model.drop(prefix)
+
+    # -- writing
+
+    def _shard(self, number: int) -> Path:
+        return self.output / files.shard_name(number + 1, self.shards)
+
+    def _block_report(self, index: int) -> Path:
+        return self.state / f"block-{index:05d}.json"
+
+    def _hidden_file(self, index: int) -> Path:
+        return self.state / f"hidden-{index:05d}.safetensors"
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _write_outside(self) -> None:
+        inside = {name for i in range(len(self.model.blocks)) for name in self.model.stored_block(i)}
+        names = [name for name in self.source if name not in inside]
+        files.write_shard(self._shard(0), {name: self._cast(self.model.read(name)) for name in names})
+
+    def _write_block(self, index: int, packed: dict[str, Tensor]) -> None:
+        """Packed linears, and everything else of the block as it is now: AWQ may have scaled norms."""
+        prefix = self.model.block_prefix(index)
+        parameters = {
+            stored: self.model.model.get_parameter(name)
+            for name, stored in self.model.stored.items()
+            if name.startswith(prefix)
+        }
+        tensors = dict(packed)
+        for name in self.model.stored_block(index):
+            if name.removesuffix(".weight") + ".weight_packed" not in packed:
+                tensor = parameters[name].data if name in parameters else self.model.read(name)
+                tensors[name] = self._cast(tensor).cpu()
+        files.write_shard(self._shard(index + 1), tensors)
+
+    def _save_hidden(self, index: int, hidden: Hidden) -> None:
+        kept = {"quantized": hidden.quantized, "original": hidden.original}
+        tensors = {
+            f"{part}.{i}": state.clone() for part, states in kept.items() for i, state in enumerate(states)
+        }
+        files.write_shard(self._hidden_file(index), tensors)
+
+    def _load_hidden(self, index: int) -> Hidden:
+        tensors = safetensors.torch.load_file(self._hidden_file(index), device=self.request.device)
+        counts = [sum(name.startswith(part) for name in tensors) for part in ("quantized", "original")]
+        quantized = [tensors[f"quantized.{i}"] for i in range(counts[0])]
+        return Hidden(quantized, [tensors[f"original.{i}"] for i in range(counts[1])])
+
+    def _finish(self, data: Calibration | None) -> None:
+        request = self.request
+        files.copy_companions(self.source.path, self.output)
+        config = dict(self.source.config)
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        config["quantization_config"] = write_config(request.scheme, sorted(self.skipped))
+        files.write_json(self.output / "config.json", config)
+        blocks = range(len(self.model.blocks))
+        layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
+        report = {
+            "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
+            "method": request.method,
+            "seed": request.seed,
+            "dtype": config["dtype"],
+            "calibration": None if data is None else {
+                "source": Path(data.source).name, "sha256": data.sha256,
+                "nsamples": len(data.sequences), "seqlen": request.seqlen, "tokens": data.tokens,
+            },
+            "layers": layers,
+            "skipped": self.skipped,
+            "bytes_before": self.source.nbytes,
+            "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
+            "versions": versions(),
+            "fingerprint": self.fingerprint(),
+        }  # fmt: skip
+        files.write_json(self.output / REPORT, report)
+        files.finish(self.output, [self._shard(i).name for i in range(self.shards)])
+        shutil.rmtree(self.state)
+
+
+def stored_dtype(source: Checkpoint) -> torch.dtype:
+    """The 16-bit type the result is stored in: the model's own, or bfloat16 for an fp32 model."""
+    name = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), torch.float32)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def versions() -> dict[str, str]:
+    return {
+        "billfish": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def set_threads(count: int | None) -> None:
+    torch.set_num_threads(count or os.cpu_count() or 1)

@@ -1,0 +1,80 @@
+"""The interface of the four peers: what a scheme stores, how it is chosen and run.
+
+A Scheme is a frozen dataclass of its parameters. A LinearOp is one way to run it on one kind of device; it
+takes canonical tensors (those of the checkpoint), arranges them once, and can give them back unchanged.
+Nothing here knows a scheme by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.formats.spec import TensorSpec
+
+Tensors = Mapping[str, Tensor]
+
+
+class Scheme(Protocol):
+    name: ClassVar[str]  # = folder = CLI value
+
+    def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """What one (n, k) linear stores when the model runs in `dtype`, before data exists."""
+
+    def dequantize(self, tensors: Tensors) -> Tensor:
+        """The oracle: fp32 (n, k), columns in Hugging Face order."""
+
+    def ops(self) -> tuple[type["LinearOp"], ...]:
+        """Fastest first; the reference last."""
+
+
+class LinearOp(Protocol):
+    name: ClassVar[str]
+
+    @staticmethod
+    def refuses(scheme: Any, n: int, k: int, device: torch.device) -> str | None:
+        """Why this op cannot run such a layer there, in a sentence a user can act on."""
+
+    def __init__(self, scheme: Any, tensors: Tensors) -> None:
+        """Arranges, once. `tensors` may be freed afterwards."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n), in x's dtype."""
+
+    def canonical(self) -> dict[str, Tensor]:
+        """The tensors it was made from, bit for bit."""
+
+    def nbytes(self) -> int:
+        """Bytes it keeps in memory."""
+
+
+def choose(
+    scheme: Scheme, n: int, k: int, device: torch.device, op: str = "auto"
+) -> type[LinearOp]:
+    """The op that will run one layer; called once per layer at load, never per call.
+
+    `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow path
+    in silence.
+    """
+    ops = scheme.ops()
+    if op != "auto":
+        by_name = {candidate.name: candidate for candidate in ops}
+        if op not in by_name:
+            raise UserError(f"op {op!r} of scheme {scheme.name}: known are auto, {', '.join(by_name)}.")
+        reason = by_name[op].refuses(scheme, n, k, device)
+        if reason:
+            raise UserError(f"op {op!r} cannot run a {n} x {k} layer on {device}: {reason}")
+        return by_name[op]
+    refusals = []
+    for candidate in ops[:-1]:
+        reason = candidate.refuses(scheme, n, k, device)
+        if reason is None:
+            return candidate
+        refusals.append(f"  {candidate.name}: {reason}")
+    raise UserError(
+        f"no fast op of scheme {scheme.name} runs a {n} x {k} layer on {device}:\n"
+        + "\n".join(refusals)
+        + f'\nop="{ops[-1].name}" runs it anywhere, slowly.'
+    )

@@ -1,0 +1,1 @@
+"""How codes are chosen. Offline: nothing that serves a token imports this room."""

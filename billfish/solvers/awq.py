@@ -1,0 +1,60 @@
+"""AWQ: channels with large inputs are scaled up before rounding, and the layer before is scaled down to match.
+
+QUICK's users have models made this way. The scale of channel j is magnitude_j^a / mean|w_j|^b; the exponents are
+searched. The error of a candidate is that of the layer's output, tr(E H E^T), taken from the Hessian, so that no
+activations need to be kept. Clipping is searched afterwards by solvers/clip.py.
+"""
+
+import torch
+from torch import Tensor
+
+from billfish.formats.grid import Grid
+from billfish.solvers.clip import search_scales
+
+RATIOS = tuple(i / 20 for i in range(1, 20))
+COARSE_CLIP = (1.0, 0.9, 0.8, 0.7, 0.6)
+
+
+def search_fold(
+    weight: Tensor,  # (n, k) fp32: all linears that read this input, stacked
+    hessian: Tensor,  # (k, k) fp32
+    magnitude: Tensor,  # (k,) mean |x|
+    share: Tensor,  # (k,) int64: channels with one value must get one scale (grouped-query heads)
+    grid: Grid,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(k,) fp32 by which the columns are to be multiplied; all ones where nothing beats that."""
+    columns = weight.abs().mean(0).clamp(min=1e-6)
+    magnitude = magnitude.clamp(min=1e-6)
+    best = torch.ones_like(magnitude)
+    lowest = _error(weight, best, hessian, grid, group_size, dtype)
+    for ratio in RATIOS:
+        for power in (0.0, 1.0 - ratio):
+            factor = _shared(magnitude**ratio / columns**power, share)
+            factor = factor / (factor.max() * factor.min()).sqrt()
+            error = _error(weight, factor, hessian, grid, group_size, dtype)
+            if error < lowest:
+                lowest, best = error, factor
+    return best
+
+
+def _shared(factor: Tensor, share: Tensor) -> Tensor:
+    """Mean over the channels that must agree, in log space."""
+    count = int(share.max()) + 1
+    total = torch.zeros(count, device=factor.device).index_add_(0, share, factor.log())
+    members = torch.zeros(count, device=factor.device).index_add_(0, share, torch.ones_like(factor))
+    return (total / members).exp()[share]
+
+
+def _error(
+    weight: Tensor, factor: Tensor, hessian: Tensor, grid: Grid, group_size: int, dtype: torch.dtype
+) -> float:
+    scaled = weight * factor
+    inner = hessian / (factor[:, None] * factor[None, :])
+    scale, zero = search_scales(scaled, inner, grid, group_size, dtype, COARSE_CLIP)
+    groups = scaled.view(len(weight), -1, group_size)
+    scale, zero = scale[..., None], zero[..., None]
+    decoded = grid.decode(grid.encode(groups, scale, zero), scale, zero).view_as(weight)
+    difference = scaled - decoded
+    return float(((difference @ inner) * difference).sum())

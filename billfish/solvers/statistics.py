@@ -1,0 +1,61 @@
+"""What a solver needs to know of a layer's inputs, as means over all calibration tokens:
+
+    hessian    x x^T          x  the input the layer sees behind already quantized layers
+    drift      (y - x) x^T    y  the input it saw in the original model
+    magnitude  |x|
+
+Sequences of any length count by their tokens (MARLIN 3.5 (b)). One instance serves all linears that read the
+same input (q/k/v, gate/up).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Statistics:
+    k: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._outer = torch.zeros(self.k, self.k, device=self.device)
+        self._magnitude = torch.zeros(self.k, device=self.device)
+        self._drift: Tensor | None = None
+
+    def add(self, x: Tensor, original: Tensor | None = None) -> None:  # (..., k) any float dtype
+        x = x.detach().reshape(-1, self.k).float()
+        self._outer.addmm_(x.T, x)
+        if original is not None:
+            if self._drift is None:
+                self._drift = torch.zeros_like(self._outer)
+            self._drift.addmm_((original.reshape(-1, self.k).float() - x).T, x)
+        self._magnitude += x.abs().sum(0)
+        self.tokens += x.shape[0]
+
+    @property
+    def hessian(self) -> Tensor:  # (k, k) fp32
+        return self._outer / max(self.tokens, 1)
+
+    @property
+    def drift(self) -> Tensor | None:  # (k, k) fp32
+        return None if self._drift is None else self._drift / max(self.tokens, 1)
+
+    def rescale(self, factor: Tensor) -> None:  # (k,)
+        """As if every input had been multiplied by `factor` (AWQ folds scales into the layer before)."""
+        self._outer *= factor[:, None] * factor[None, :]
+        self._magnitude *= factor
+
+    @property
+    def magnitude(self) -> Tensor:  # (k,) fp32
+        return self._magnitude / max(self.tokens, 1)
+
+
+def output_error(weight: Tensor, decoded: Tensor, hessian: Tensor) -> float:
+    """Relative squared error of the layer's output: tr(E H E^T) / tr(W H W^T), E = W - decoded."""
+    difference = weight - decoded
+    lost = ((difference @ hessian) * difference).sum()
+    total = ((weight @ hessian) * weight).sum()
+    return float(lost / total.clamp(min=torch.finfo(total.dtype).tiny))
