@@ -18,7 +18,7 @@ register_when_imported()
 def __getattr__(name: str) -> Any:
     """`quantize` and `load` on first use: they import transformers, which takes seconds."""
     if name == "quantize":
-        from billfish.quantize import quantize
+        from billfish.driver import quantize
 
         return quantize
     if name == "load":

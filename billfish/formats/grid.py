@@ -65,6 +65,11 @@ class Grid:
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         return (codes - zero) * scale
 
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """decode(encode(weight)) in one go, for searches that try many scales."""
+        steps = (weight / scale).round_()
+        return steps.clamp_(-zero, self.levels - 1 - zero).mul_(scale)
+
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """To the nearest value of `dtype`, kept positive, finite and normal: a group of zeros gets the

@@ -50,6 +50,9 @@ class StreamedModel:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.model = skeleton(checkpoint)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
         self.prefix, self.blocks = find_blocks(self.model)
         self.stored = self._stored_names()
 

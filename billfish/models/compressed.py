@@ -22,6 +22,7 @@ from billfish.models.dialect import (
     integer,
     names,
     pattern,
+    section,
 )
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16 import W4A16
@@ -45,10 +46,10 @@ class CompressedTensors:
 
     @staticmethod
     def read(config: Config) -> "CompressedTensors":
-        config = config.get("quantization_config") or config  # transformers 4 nested it
+        config = section(config, "quantization_config") or config  # transformers 4 nested it
         _refuse_foreign_parts(config)
-        groups = config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+        groups = section(config, "config_groups")
+        if not groups:
             raise UserError("quantization_config: compressed-tensors without config_groups.")
         targets: dict[str, W4A16] = {}
         for name, group in groups.items():
@@ -173,14 +174,14 @@ def _refuse_foreign_parts(config: Config) -> None:
             "quantization_config: kv_cache_scheme (stored scales of a quantized KV cache) is not "
             "supported. Set it to null to run the weights with an ordinary KV cache."
         )
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = section(config, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise UserError(
             f"quantization_config: sparsity format {sparsity['format']!r} is not supported."
         )
     if config.get("moe_sparsity_config"):
         raise UserError("quantization_config: moe_sparsity_config is not supported.")
-    if (config.get("transform_config") or {}).get("config_groups"):
+    if section(config, "transform_config").get("config_groups"):
         raise UserError(
             "quantization_config: transform_config (rotations while running) is not supported."
         )
@@ -194,8 +195,8 @@ def _read_group(name: str, group: Config, model_format: object) -> W4A16:
     for part in ("input_activations", "output_activations"):
         if group.get(part):
             raise UserError(f"{where} quantizes activations ({part}); only weights are supported.")
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
+    weights = section(group, "weights")
+    if not weights:
         raise UserError(f"{where} has no weights entry.")
     if weights.get("type", "int") != "int":
         raise UserError(

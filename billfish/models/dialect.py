@@ -122,6 +122,14 @@ def flag(config: Config, name: str, default: bool) -> bool:
     return value
 
 
+def section(config: Config, name: str) -> Config:
+    """A part of the config that is an object of its own; absent and null are empty."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"quantization_config: {name} is {value!r}, expected an object.")
+    return value
+
+
 def names(config: Config, name: str) -> list[str]:
     """A list of strings, nested or not; absent and null are empty."""
     return list(_flatten(config.get(name) or [], name))

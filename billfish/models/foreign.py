@@ -69,7 +69,8 @@ class Awq:
 
     @staticmethod
     def read(config: Config) -> "Awq":
-        version = str(config.get("version") or config.get("checkpoint_format") or "gemm").lower()
+        said = (config.get(key) for key in ("version", "checkpoint_format", "format"))
+        version = next((str(value).lower() for value in said if value), "gemm")
         if version != "gemm":
             raise UserError(
                 f"quantization_config: AWQ version {version!r} cannot be read; only 'gemm' can. "

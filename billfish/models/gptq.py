@@ -28,6 +28,7 @@ from billfish.models.dialect import (
     is_lm_head,
     names,
     pattern,
+    section,
 )
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16 import W4A16
@@ -61,7 +62,7 @@ class Gptq:
             )
         base = _gptq_scheme(config, None)
         dynamic: dict[str, W4A16 | None] = {}
-        for rule, overrides in (config.get("dynamic") or {}).items():
+        for rule, overrides in section(config, "dynamic").items():
             expression = re.sub(r"^[+-]:", "", rule)
             pattern(expression)("")  # broken ones are an error now
             dynamic[expression] = None if rule.startswith("-:") else _gptq_scheme(overrides, base)
@@ -127,7 +128,7 @@ class Gptq:
         offset = 0 if self.stored_as == "gptq_v2" else 1
         if scheme.symmetric:
             if bool((zeros != grid.middle - offset).any()):
-                found = sorted(set((zeros + offset).flatten().tolist()))
+                found = sorted(set((zeros.int() + offset).flatten().tolist()))
                 raise UserError(
                     f"the config says sym, so every zero must be {grid.middle}, and qzeros holds "
                     f"{', '.join(map(str, found[:4]))}. If the zeros are meant, set sym to false "

@@ -11,8 +11,8 @@ from torch import Tensor
 from billfish.formats.grid import Grid
 from billfish.solvers.clip import search_scales
 
-RATIOS = tuple(i / 20 for i in range(1, 20))
-COARSE_CLIP = (1.0, 0.9, 0.8, 0.7, 0.6)
+RATIOS = tuple(i / 10 for i in range(1, 10))
+COARSE_CLIP = (1.0, 0.85, 0.7)
 
 
 def search_fold(
@@ -52,9 +52,8 @@ def _error(
 ) -> float:
     scaled = weight * factor
     inner = hessian / (factor[:, None] * factor[None, :])
-    scale, zero = search_scales(scaled, inner, grid, group_size, dtype, COARSE_CLIP)
+    scale, zero = search_scales(scaled, inner, grid, group_size, dtype, COARSE_CLIP, ())
     groups = scaled.view(len(weight), -1, group_size)
     scale, zero = scale[..., None], zero[..., None]
-    decoded = grid.decode(grid.encode(groups, scale, zero), scale, zero).view_as(weight)
-    difference = scaled - decoded
+    difference = grid.nearest(groups, scale, zero).sub_(groups).view_as(weight)
     return float(((difference @ inner) * difference).sum())

@@ -9,6 +9,8 @@ Beyond the paper: `undrift` moves the target so that the layer also undoes part 
 before it did to its input. It is worth more than everything else here (docs/LOG.md, 2026-11-15).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -57,36 +59,48 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
     return None
 
 
+@dataclass(frozen=True)
+class Factor:
+    """What all rows of a weight share: the order of columns and how errors spread in that order."""
+
+    order: Tensor  # (k,) int64
+    upper: Tensor  # (k, k) fp32
+    note: str | None
+
+    @staticmethod
+    def of(hessian: Tensor) -> "Factor | None":
+        """None when the Hessian cannot be factored."""
+        hessian = hessian.clone()
+        # Inputs that are never on: any code does, their weight cannot matter.
+        hessian.diagonal()[hessian.diagonal() == 0] = 1.0
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        found = inverse_factor(hessian[order][:, order])
+        return None if found is None else Factor(order, *found)
+
+
 def solve(
-    weight: Tensor,  # (n, k) fp32
-    hessian: Tensor,  # (k, k) fp32
+    weight: Tensor,  # (n, k) fp32; rows are independent, so any slice of them gives the same codes
+    factor: Factor,
     grid: Grid,
     scale: Tensor,  # (n, g) fp32
     zero: Tensor,  # (n, g) fp32
-) -> tuple[Tensor, str | None] | None:
-    """(n, k) codes as fp32 integers and a note, or None when the Hessian cannot be factored."""
-    n, k = weight.shape
-    hessian = hessian.clone()
-    dead = hessian.diagonal() == 0  # inputs that are never on: any code does, their weight cannot matter
-    hessian.diagonal()[dead] = 1.0
-
-    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    factored = inverse_factor(hessian[order][:, order])
-    if factored is None:
-        return None
-    upper, note = factored
+) -> Tensor:
+    """(n, k) codes as fp32 integers."""
+    k, order, upper = weight.shape[1], factor.order, factor.upper
     group = order // (k // scale.shape[1])
-    todo, scale, zero = weight[:, order].clone(), scale[:, group], zero[:, group]
+    todo, scale, zero = weight[:, order], scale[:, group], zero[:, group]
     codes = torch.empty_like(todo)
     for start in range(0, k, BLOCK):
         end = min(start + BLOCK, k)
-        block, factor = todo[:, start:end], upper[start:end, start:end]
+        # Transposed, so that a column, which is what every step reads and writes, is contiguous.
+        block = todo[:, start:end].T.contiguous()
+        steps, origins = scale[:, start:end].T.contiguous(), zero[:, start:end].T.contiguous()
+        spread = upper[start:end, start:end]
         errors = torch.empty_like(block)
         for i in range(end - start):
-            column, step, origin = block[:, i], scale[:, start + i], zero[:, start + i]
-            code = grid.encode(column, step, origin)
+            code = grid.encode(block[i], steps[i], origins[i])
+            errors[i] = (block[i] - grid.decode(code, steps[i], origins[i])) / spread[i, i]
+            block[i + 1 :].addr_(spread[i, i + 1 :], errors[i], alpha=-1.0)
             codes[:, start + i] = code
-            errors[:, i] = (column - grid.decode(code, step, origin)) / factor[i, i]
-            block[:, i + 1 :].addr_(errors[:, i], factor[i, i + 1 :], alpha=-1.0)
-        todo[:, end:].addmm_(errors, upper[start:end, end:], alpha=-1.0)
-    return codes[:, torch.argsort(order)], note
+        todo[:, end:].addmm_(errors.T, upper[start:end, end:], alpha=-1.0)
+    return codes[:, torch.argsort(order)]

@@ -53,9 +53,8 @@ class Statistics:
         return self._magnitude / max(self.tokens, 1)
 
 
-def output_error(weight: Tensor, decoded: Tensor, hessian: Tensor) -> float:
-    """Relative squared error of the layer's output: tr(E H E^T) / tr(W H W^T), E = W - decoded."""
+def output_energy(weight: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:  # (n, 2)
+    """Per row: e^T H e of the error e = weight - decoded, and w^T H w of the weight."""
     difference = weight - decoded
-    lost = ((difference @ hessian) * difference).sum()
-    total = ((weight @ hessian) * weight).sum()
-    return float(lost / total.clamp(min=torch.finfo(total.dtype).tiny))
+    lost = ((difference @ hessian) * difference).sum(1)
+    return torch.stack([lost, ((weight @ hessian) * weight).sum(1)], dim=1)

@@ -1,8 +1,8 @@
 """w4a16 on a CPU: packed words in memory, no dequantised copy of the weights kept.
 
-Few rows run through PyTorch's own int4 kernel (bf16, AVX512 or AVX2); more rows, fp32 and fp16 activations
-and what the kernel does not take (groups below 32) decode one panel of outputs at a time and multiply it.
-Codes of more than 4 bits are two 4-bit planes: code = 16 * high + low.
+Few rows of bf16 run through PyTorch's own int4 kernel (AVX512 or AVX2). More rows, fp32 and fp16 activations
+and what the kernel does not take (groups not a multiple of 32) decode one panel of outputs at a time and
+multiply it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high + low.
 
 Words are in the kernel's own order, so that both paths read the same bytes:
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
 KERNEL_GROUPS = (256, 128, 64, 32)
-# Above this many rows, decoding the panel once beats the kernel, whose time grows with every row
-# (docs/LOG.md has the crossover).
+# The kernel's time grows with every row, a panel is decoded once: they meet at 30 to 40 rows for every shape
+# from 192 x 576 to 4096 x 4096, with one thread and with two (docs/LOG.md has the table).
 MAX_KERNEL_ROWS = 32
 PANEL_CODES = 2**20  # codes decoded at once: 2 MB of bf16, an L2's worth
 ROWS = 64  # n is padded to this: a whole block for either h
@@ -50,14 +50,21 @@ class CpuOp:
         if self.order is not None:
             codes = codes[:, self.order]
 
+        planes = 1 if scheme.bits <= 4 else 2
+        # Symmetric codes move to the middle of the plane's range, where the kernel's own zero is: its shift
+        # is then exact for every width (at the grid's own middle, 2, 3, 5 and 6 bits would round it).
+        self.middle = 8 if planes == 1 else 128
+        self.moved = self.middle - scheme.grid.middle if scheme.symmetric else 0
+        codes, zeros = codes + self.moved, zeros + self.moved
+
         # One scale per channel fits any k: pad it to what the kernel takes. Real groups divide k.
         self.padded_n = self.n + -self.n % ROWS
         self.padded_k = self.k + (-self.k % 32 if groups == 1 else 0)
         self.group = self.padded_k // groups
         codes = pad(codes, (0, self.padded_k - self.k, 0, self.padded_n - self.n))
         self.half = kernel_half() or 32
-        planes = [codes] if scheme.bits <= 4 else [codes & 15, codes >> 4]
-        self.words = torch.stack([block_words(plane, self.half) for plane in planes])
+        nibbles = [codes] if planes == 1 else [codes & 15, codes >> 4]
+        self.words = torch.stack([block_words(plane, self.half) for plane in nibbles])
 
         scales, zeros = self._by_group(scales), self._by_group(zeros)
         self.zeros = None if scheme.symmetric else zeros
@@ -74,19 +81,18 @@ class CpuOp:
     def _kernel_scales(self, scale: Tensor, zero: Tensor) -> Tensor:
         """(planes, k / kernel group, n, 2) bf16: the kernel computes (code - 8) * scale + shift.
 
-        Symmetric 4-bit: shift = 0 and the numbers are exact. Asymmetric: shift = (8 - zero) * scale is
-        rounded to bf16, at most 2^-9 of eight steps: less than rounding the decoded weight to bf16.
+        Symmetric: the shift is 0 (4 bits) or 8 * scale (two planes), exact. Asymmetric: 4-bit shifts are
+        rounded to bf16, which moves a whole group by at most 2^-9 of eight steps, 1/64 of a step. Two planes
+        have two shifts that add up, so the second takes what the first lost: 2^-18 of 136 steps.
         """
         if self.words.shape[0] == 1:
-            parts = [torch.stack([scale, (8 - zero) * scale], dim=-1)]
-        else:
-            low, high = zero % 16, zero // 16
-            parts = [
-                torch.stack([scale, (8 - low) * scale], dim=-1),
-                torch.stack([16 * scale, (8 - high) * 16 * scale], dim=-1),
-            ]
-        repeat = self.group // self.kernel_group
-        return torch.stack(parts).to(torch.bfloat16).repeat_interleave(repeat, dim=1)
+            parts = [scale, (8 - zero) * scale]
+        else:  # code - zero = (low - 8) + 16 * (high - 8) + (136 - zero)
+            shift = (136 - zero) * scale
+            rounded = shift.bfloat16().float()
+            parts = [scale, shift - rounded, 16 * scale, rounded]
+        sz = torch.stack(parts, dim=-1).to(torch.bfloat16).unflatten(-1, (-1, 2)).movedim(2, 0)
+        return sz.repeat_interleave(self.group // self.kernel_group, dim=1)
 
     def _scales(self) -> Tensor:  # (g, padded n)
         if self.scales is not None:
@@ -99,23 +105,22 @@ class CpuOp:
         x = x.reshape(-1, self.k)
         if self.order is not None:
             x = x[:, self.order]
-        if self.padded_k != self.k:
-            x = pad(x, (0, self.padded_k - self.k))
         if self.sz is not None and x.dtype == torch.bfloat16 and x.shape[0] <= MAX_KERNEL_ROWS:
-            y = self._kernel(x.contiguous(), self.sz)
+            y = self._kernel(x, self.sz)
         else:
             y = self._panels(x)
-        if self.padded_n != self.n:
-            y = y[:, : self.n]
-        return y.reshape(*shape[:-1], self.n)
+        return y.view(*shape[:-1], self.n)
 
     def _kernel(self, x: Tensor, sz: Tensor) -> Tensor:
+        if self.padded_k != self.k:
+            x = pad(x, (0, self.padded_k - self.k))
+        x = x.contiguous()
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         words = self.words.view(-1, self.padded_n, self.padded_k // 2)
         y: Tensor = multiply(x, words[0], self.kernel_group, sz[0])
         if len(words) == 2:
             y = y + multiply(x, words[1], self.kernel_group, sz[1])
-        return y
+        return y if self.padded_n == self.n else y[:, : self.n]
 
     def _panels(self, x: Tensor) -> Tensor:
         blocks = self.words.shape[1]
@@ -126,30 +131,37 @@ class CpuOp:
     def _panel(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Decoded weights of output blocks [start, end), transposed: (k, outputs) in `dtype`.
 
-        Codes, zeros and their difference are at most 8 bits wide, exact in bf16, so the only rounding is
-        that of the product; where the stored scale has another dtype, the product is taken in fp32.
+        Equal to dequantize() rounded once. Every pass costs its bytes, so the integer work is done on bytes:
+        subtracting the zero there is 7 times cheaper than in bf16. The order of passes and what lost to it
+        are in docs/LOG.md.
         """
         rows = slice(start * 2 * self.half, end * 2 * self.half)
-        scales = self._scales()[:, None, rows]
-        work = dtype if scales.dtype == dtype else torch.float32
-        words = self.words[:, start:end].transpose(1, 2)  # (planes, k, blocks, half)
-        out = torch.empty(self.padded_k, end - start, 2, self.half, dtype=work)
-        out[:, :, 0], out[:, :, 1] = words[0] & 15, words[0] >> 4
-        if len(words) == 2:
-            out[:, :, 0] += (words[1] & 15) << 4
-            out[:, :, 1] += words[1] & 0xF0
-        grouped = out.view(-1, self.group, (end - start) * 2 * self.half)
-        if self.zeros is None:
-            grouped -= self.scheme.grid.middle
+        codes = self._codes(start, end).view(-1, self.group, rows.stop - rows.start)
+        zeros = self.middle if self.zeros is None else self.zeros[:, None, rows]
+        if self.zeros is not None and self.scheme.bits == 8:
+            steps = codes.to(torch.int16).sub_(zeros)  # -255 to 255
         else:
-            grouped -= self.zeros[:, None, rows].to(work)
-        grouped *= scales.to(work)
-        return out.view(self.padded_k, -1).to(dtype)
+            steps = codes.sub_(zeros).view(torch.int8)  # wraps around, as two's complement does
+        # A bf16 product rounds once, as wanted. Other pairs of dtypes are multiplied in fp32, as dequantize()
+        # does, and rounded after; fp16 too, because int8 -> fp16 is 8 times slower than int8 -> fp32.
+        scales = self._scales()[:, None, rows]
+        work = dtype if dtype == scales.dtype == torch.bfloat16 else torch.float32
+        # Strided scales, as they lie in sz, would cost this product its vector instructions: 6 times slower.
+        weights = steps.to(work).mul_(scales.to(work).contiguous())
+        outputs = min(rows.stop, self.n) - rows.start
+        return weights.view(self.padded_k, -1)[: self.k, :outputs].to(dtype)
+
+    def _codes(self, start: int, end: int) -> Tensor:  # (k, outputs of the blocks) uint8
+        planes = []
+        for words in self.words[:, start:end].transpose(1, 2):  # (k, blocks, half)
+            codes = torch.empty(*words.shape[:2], 2, self.half, dtype=torch.uint8)
+            codes[:, :, 0], codes[:, :, 1] = words, words >> 4
+            planes.append(codes.bitwise_and_(15))
+        return planes[0] if len(planes) == 1 else planes[0] | planes[1] << 4
 
     def canonical(self) -> dict[str, Tensor]:
-        planes = [unblock_words(words, self.half) for words in self.words]
-        codes = planes[0] if len(planes) == 1 else planes[0] | planes[1] << 4
-        codes = codes[: self.n, : self.k]
+        codes = self._codes(0, self.words.shape[1]).view(self.padded_k, self.padded_n)
+        codes = codes.T[: self.n, : self.k] - self.moved
         if self.order is not None:
             codes = codes[:, torch.argsort(self.order)]
         scales = self._scales()[:, : self.n].T
@@ -168,11 +180,6 @@ def block_words(codes: Tensor, half: int) -> Tensor:  # (n, k) uint8 -> (n / 2h,
     n, k = codes.shape
     pairs = codes.view(n // (2 * half), 2, half, k)
     return (pairs[:, 0] | pairs[:, 1] << 4).transpose(1, 2).contiguous()
-
-
-def unblock_words(words: Tensor, half: int) -> Tensor:  # the inverse
-    pairs = torch.stack([words & 15, words >> 4], dim=1)  # (blocks, 2, k, h)
-    return pairs.transpose(2, 3).reshape(-1, words.shape[1])
 
 
 @cache

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from billfish.solvers import gptq
 from billfish.solvers.clip import search_scales
-from billfish.solvers.statistics import Statistics, output_error
+from billfish.solvers.statistics import Statistics, output_energy
 
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
 METHODS = ("rtn", "gptq", "awq")
+ROW_CODES = 2**21  # weights solved at once: 8 MB a temporary
 NEEDS_DATA = {"rtn": False, "gptq": True, "awq": True}
 
 
@@ -27,12 +28,21 @@ class Solved:
     scales: Tensor  # (n, g) in the stored dtype
     zeros: Tensor  # (n, g) uint8
     decoded: Tensor  # (n, k) fp32
-    error: float | None  # relative error of the output on the calibration inputs
+    energy: Tensor | None  # (n, 2): squared output error and squared output of each row; None: no data
     note: str | None
+
+    @property
+    def error(self) -> float | None:
+        """Relative squared error of the layer's output on the calibration inputs."""
+        if self.energy is None:
+            return None
+        lost, total = self.energy.double().sum(0).tolist()
+        return float(lost / total) if total else 0.0
 
     def rows(self, start: int, end: int) -> "Solved":
         cut = [t[start:end] for t in (self.codes, self.scales, self.zeros, self.decoded)]
-        return Solved(cut[0], cut[1], cut[2], cut[3], self.error, self.note)
+        energy = None if self.energy is None else self.energy[start:end]
+        return Solved(cut[0], cut[1], cut[2], cut[3], energy, self.note)
 
 
 def quantize(
@@ -42,47 +52,51 @@ def quantize(
     method: str,
     dtype: torch.dtype,  # of the stored scales
 ) -> Solved:
-    n, k = weight.shape
-    grid, size = scheme.grid, k if scheme.group_size == -1 else scheme.group_size
-    groups = weight.view(n, -1, size)
+    k = weight.shape[1]
+    known = statistics if statistics is not None and statistics.tokens else None
+    hessian = None if known is None else known.hessian
     note = None
-    if statistics is None or statistics.tokens == 0:
-        if method != "rtn":
-            note = "saw no calibration token: rounded to nearest"
-        scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), dtype)
-        codes = grid.encode(groups, scale[..., None], zero[..., None]).view(n, k)
-        return _solved(scheme, weight, codes, scale, zero, dtype, None, note)
-
-    hessian = statistics.hessian
-    target = weight
-    if method == "gptq" and statistics.drift is not None:
-        target = gptq.undrift(weight, hessian, statistics.drift)
-    finite = bool(torch.isfinite(hessian).all())
-    scale, zero = search_scales(target, hessian if finite else None, grid, size, dtype)
-    found = gptq.solve(target, hessian, grid, scale, zero) if method == "gptq" else None
-    if found is not None:
-        codes, note = found
-    else:
-        if method == "gptq":
-            note = "Hessian not positive definite at any damping: rounded to nearest"
-        target_groups = target.view(n, -1, size)
-        codes = grid.encode(target_groups, scale[..., None], zero[..., None]).view(n, k)
-    return _solved(scheme, weight, codes, scale, zero, dtype, hessian if finite else None, note)
+    if hessian is None and method != "rtn":
+        note = "saw no calibration token: rounded to nearest"
+    factor = gptq.Factor.of(hessian) if hessian is not None and method == "gptq" else None
+    if factor is not None:
+        note = factor.note
+    elif hessian is not None and method == "gptq":
+        note = "Hessian not positive definite at any damping: rounded to nearest"
+        hessian = None
+    # A few rows at a time: they are independent, and every temporary is as large as its rows.
+    pieces = [
+        _rows(scheme, rows, hessian, factor, known.drift if known else None, dtype)
+        for rows in weight.split(max(64, ROW_CODES // k))
+    ]
+    codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    energy = None if hessian is None else output_energy(weight, decoded, hessian)
+    return Solved(codes, scales, zeros, decoded, energy, note)
 
 
-def _solved(
+def _rows(
     scheme: "W4A16",
     weight: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    dtype: torch.dtype,
     hessian: Tensor | None,
-    note: str | None,
-) -> Solved:
+    factor: gptq.Factor | None,
+    drift: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, zeros and decoded weights of some rows. Without a Hessian, plain rounding."""
     n, k = weight.shape
-    grouped = codes.view(n, scale.shape[1], -1)
-    decoded = scheme.grid.decode(grouped, scale[..., None], zero[..., None]).view(n, k)
-    error = None if hessian is None else output_error(weight, decoded, hessian)
+    grid, size = scheme.grid, k if scheme.group_size == -1 else scheme.group_size
+    target = weight
+    if factor is not None and hessian is not None and drift is not None:
+        target = gptq.undrift(weight, hessian, drift)
+    groups = target.view(n, -1, size)
+    if hessian is None:
+        scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), dtype)
+    else:
+        scale, zero = search_scales(target, hessian, grid, size, dtype)
+    if factor is None:
+        codes = grid.encode(groups, scale[..., None], zero[..., None])
+    else:
+        codes = gptq.solve(target, factor, grid, scale, zero).view_as(groups)
+    decoded = grid.decode(codes, scale[..., None], zero[..., None]).view(n, k)
     byte = torch.uint8
-    return Solved(codes.to(byte), scale.to(dtype), zero.to(byte), decoded, error, note)
+    return codes.view(n, k).to(byte), scale.to(dtype), zero.to(byte), decoded

@@ -1,0 +1,39 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set up .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+MODEL ?=
+
+.PHONY: demo test test-vllm lint types clean
+
+# torch comes first and alone: a later range then finds it satisfied and brings no other build.
+$(VENV)/.base: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps "$$(grep '^torch==' constraints.txt)" && $(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e ".[gguf]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) -c constraints.txt -e ".[test]"
+	touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/python scripts/demo.py $(MODEL)
+
+test: $(VENV)/.test lint types
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+# Opt-in: stock vLLM in an environment of its own (several GB), on the CPU.
+test-vllm: $(VENV)/.test
+	bash scripts/test_vllm.sh
+
+clean:
+	rm -rf $(VENV) .venv-vllm demo build *.egg-info

@@ -1,0 +1,306 @@
+"""The command line: arguments in, one call, and its result printed for people or as JSON.
+
+Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, 75 interrupted and
+can be resumed by the same command. Rooms are imported by the command that needs them, so that --help is quick.
+"""
+
+import errno
+import json
+import signal
+import sys
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from billfish import show
+from billfish.errors import Interrupted, UserError
+
+app = typer.Typer(
+    name="billfish",
+    help="Few-bit LLMs at the speed of memory: quantize any Hugging Face causal LM and run it anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+INTERRUPTED = 75
+
+
+class Method(StrEnum):
+    rtn = "rtn"
+    gptq = "gptq"
+    awq = "awq"
+
+
+class SchemeName(StrEnum):
+    w4a16 = "w4a16"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Format(StrEnum):
+    gptq = "gptq"
+    awq = "awq"
+    compressed_tensors = "compressed-tensors"
+
+
+Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.", metavar="MODEL")]
+Dir = Annotated[Path, typer.Argument(help="Checkpoint directory.", metavar="DIR")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Scheme = Annotated[SchemeName, typer.Option(help="What one weight becomes.")]
+MethodOption = Annotated[Method, typer.Option(help="How codes are chosen.")]
+Bits = Annotated[int, typer.Option(min=2, max=8, help="Bits of a weight; 4 or 8 as a rule.")]
+GroupSize = Annotated[int, typer.Option(help="Weights along k that share a scale; -1: a whole row.")]
+Symmetric = Annotated[bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")]
+Data = Annotated[
+    str, typer.Option(help="Calibration text: .txt, .jsonl, .parquet, a hub data set, or 'sample'.")
+]
+Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
+Seqlen = Annotated[int, typer.Option(min=16, help="Their longest length in tokens.")]
+Seed = Annotated[int, typer.Option(help="Decides which sequences are taken.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Of scales and unquantized tensors; auto: the model's, fp32 becomes bf16.")
+]
+
+
+@app.command(epilog="Example: billfish plan ./SmolLM2-135M --group-size 64")
+def plan(
+    model: Model,
+    scheme: Scheme = SchemeName.w4a16,
+    method: MethodOption = Method.gptq,
+    bits: Bits = 4,
+    group_size: GroupSize = 128,
+    sym: Symmetric = True,
+    data: Data = "sample",
+    nsamples: Samples = 128,
+    seqlen: Seqlen = 1024,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    json_: Json = False,
+) -> None:
+    """Say what quantizing would do, before any work: sizes, true bits, what is skipped, memory, time."""
+    from billfish.planning import plan as make_plan
+
+    request = _request(
+        model, Path("unused"), method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
+    )
+    _print(make_plan(request), json_, show.plan)
+
+
+@app.command(epilog="Example: billfish quantize ./SmolLM2-135M --output ./smol-w4 --group-size 64")
+def quantize(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
+    scheme: Scheme = SchemeName.w4a16,
+    method: MethodOption = Method.gptq,
+    bits: Bits = 4,
+    group_size: GroupSize = 128,
+    sym: Symmetric = True,
+    data: Data = "sample",
+    nsamples: Samples = 128,
+    seqlen: Seqlen = 1024,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    resume: Annotated[
+        bool | None,
+        typer.Option("--resume/--fresh", help="Go on with what is in --output, or delete it first."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+    json_: Json = False,
+) -> None:
+    """Quantize a checkpoint. Stopped at any moment, the same command goes on where it was."""
+    from billfish.driver import quantize as run
+    from billfish.evaluate.report import write_report
+
+    request = _request(
+        model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
+    )
+    with show.progress(quiet=json_) as tell:
+        result = run(request, resume, tell)
+    if report is not None:
+        write_report({"model": {"path": str(output)}, "quantization": result}, report)
+    _print(result, json_, show.quantized)
+
+
+@app.command(epilog="Example: billfish inspect ./smol-w4")
+def inspect(path: Dir, json_: Json = False) -> None:
+    """Show what is in a checkpoint: any Hugging Face, compressed-tensors, GPTQ, AWQ or Marlin directory."""
+    from billfish.inspection import inspect as look
+
+    _print(look(path), json_, show.inspection)
+
+
+@app.command(epilog="Example: billfish verify ./smol-w4")
+def verify(path: Dir, json_: Json = False) -> None:
+    """Check hashes, shapes, dtypes and numbers of a checkpoint; exit 1 and name what is bad."""
+    from billfish.inspection import verify as check
+
+    result = check(path)
+    _print(result, json_, show.verification)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: billfish convert ./smol-w4 ./smol-gptq --to gptq")
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC")],
+    target: Annotated[Path, typer.Argument(metavar="DST")],
+    to: Annotated[Format, typer.Option("--to", help="Format to write.")],
+    json_: Json = False,
+) -> None:
+    """Write a packed checkpoint in another format; integers, scales and zeros stay what they are."""
+    from billfish.convert import convert as run
+
+    _print(run(source, target, to.value), json_, show.conversion)
+
+
+@app.command("eval", epilog="Example: billfish eval ./smol-w4 --baseline ./SmolLM2-135M --report r.html")
+def evaluate(
+    model: Dir,
+    baseline: Annotated[Path | None, typer.Option(help="The original, to compare with.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated; see below.")] = "sample",
+    data_dir: Annotated[Path | None, typer.Option(help="Where the tasks' files are.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Windows or questions per task.")] = None,
+    kl: Annotated[bool, typer.Option("--kl/--no-kl", help="KL divergence to --baseline.")] = True,
+    seqlen: Annotated[int | None, typer.Option(help="Window length; 2048 or the model's.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="To run in.")] = Dtype.auto,
+    device: Device = "cpu",
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 4,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report here, JSON next to it.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure quality against the original: perplexity, KL divergence, zero-shot tasks.
+
+    Tasks: sample (shipped text), wikitext2, piqa, arc_easy, arc_challenge, hellaswag, winogrande, lambada.
+    """
+    from billfish.evaluate.report import write_report
+    from billfish.evaluate.run import EvalRequest
+    from billfish.evaluate.run import evaluate as run
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    request = EvalRequest(
+        model, names, baseline, kl and baseline is not None, data_dir, limit, seqlen, dtype.value, device,
+        batch_size, " ".join(["billfish", *sys.argv[1:]]),
+    )  # fmt: skip
+    with show.status(quiet=json_) as say:
+        result = run(request, say)
+    if report is not None:
+        write_report(result, report, report.with_suffix(".json"))
+    _print(result, json_, show.evaluation)
+
+
+@app.command(epilog="Example: billfish generate ./smol-w4 --prompt 'What is a billfish?' --chat")
+def generate(
+    model: Dir,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution to draw from.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="To run in.")] = Dtype.auto,
+    device: Device = "cpu",
+    json_: Json = False,
+) -> None:
+    """Generate text, streamed, and say how fast."""
+    from billfish.generate import Sampling, load
+    from billfish.generate import generate as run
+
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    with show.status(quiet=json_) as say:
+        say(f"loading {model}")
+        loaded, tokenizer = load(model, dtype.value, device)
+    pieces, timing = run(loaded, tokenizer, prompt, sampling, chat)
+    text = ""
+    for piece in pieces:
+        text += piece
+        if not json_:
+            show.stream(piece)
+    result = {
+        "text": text,
+        "prompt_tokens": timing.prompt_tokens,
+        "tokens": timing.tokens,
+        "prompt_seconds": timing.prompt_seconds,
+        "tokens_per_second": timing.tokens_per_second,
+    }
+    _print(result, json_, show.generated)
+
+
+@app.command(epilog="Example: billfish doctor --json")
+def doctor(json_: Json = False) -> None:
+    """Say what this machine can do, and what to do about each problem; exit 1 if there is one."""
+    from dataclasses import asdict
+
+    from billfish.doctor import diagnose
+
+    findings = [asdict(finding) for finding in diagnose()]
+    _print({"findings": findings}, json_, show.findings)
+    if any(finding["status"] == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _request(
+    model: str, output: Path, method: Method, bits: int, group_size: int, sym: bool, data: str,
+    nsamples: int, seqlen: int, seed: int, device: str, dtype: Dtype,
+) -> Any:  # fmt: skip
+    import torch
+
+    from billfish.driver import Request
+    from billfish.models.hf import resolve
+    from billfish.schemes.w4a16 import W4A16
+
+    return Request(
+        model=resolve(model), output=output, scheme=W4A16(bits, group_size, sym), method=method.value,
+        data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device,
+        dtype=None if dtype == Dtype.auto else getattr(torch, dtype.value),
+    )  # fmt: skip
+
+
+def _print(result: Any, as_json: bool, render: Any) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2, ensure_ascii=False, default=str))
+    else:
+        render(result)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Turns expected failures into one message and an exit code."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        show.error(str(error))
+        sys.exit(1)
+    except (KeyboardInterrupt, Interrupted):
+        show.error("interrupted. What is finished is on disk; the same command goes on from there.")
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        hint = "Make room and run the same command again; finished blocks are kept."
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            hint = "Choose a place you may write to."
+        show.error(f"{error.strerror}{where}. {hint}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
