@@ -1,7 +1,7 @@
 """Billfish: few-bit LLMs at the speed of memory.
 
-Importing this touches no GPU and no transformers; it only arranges that transformers, once imported, runs packed
-checkpoints (ours, GPTQ, AWQ, compressed-tensors) through QuantLinear.
+Importing this touches no GPU and no transformers; it only arranges that transformers, once
+imported, runs packed checkpoints (ours, GPTQ, AWQ, compressed-tensors) through QuantLinear.
 """
 
 from typing import Any

@@ -1,7 +1,9 @@
-"""One block at a time: gather statistics of its linears' inputs, choose codes, and put the decoded weights back,
-so that what comes after is calibrated on what the quantized model will really compute.
+"""One block at a time: gather statistics of its linears' inputs, choose codes, and put the decoded
+weights back, so that what comes after is calibrated on what the quantized model will really
+compute.
 
-Works on a StreamedModel block that is filled; changes its parameters and nothing else. Knows nothing of files.
+Works on a StreamedModel block that is filled; changes its parameters and nothing else. Knows
+nothing of files.
 """
 
 import copy
@@ -31,7 +33,8 @@ class Hidden:
 
 @dataclass(frozen=True)
 class BlockJob:
-    """One block, ready to be solved. `paths` are the linears to quantize; the rest keep their weights."""
+    """One block, ready to be solved. `paths` are the linears to quantize; the rest keep their
+    weights."""
 
     model: StreamedModel
     index: int
@@ -83,7 +86,8 @@ class BlockJob:
                 caught.clear()
                 self.model.run_until_caught(self.index, quantized, self._arguments())
                 self.model.run_until_caught(self.index, untouched, self._arguments(), original)
-                # An expert may see other tokens in the two models; then there is nothing to compare.
+                # An expert may see other tokens in the two models; then there is nothing to
+                # compare.
                 pair = len(caught) == 2 and caught[0].shape == caught[1].shape
                 if caught:
                     statistics.add(caught[0], caught[1] if pair else None)
@@ -114,8 +118,8 @@ class BlockJob:
     def _fold(
         self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
     ) -> None:
-        """Scale the columns of `group` up and the layer that makes their input down, where the block
-        allows it."""
+        """Scale the columns of `group` up and the layer that makes their input down, where the
+        block allows it."""
         source = fold_source(self.model, self.index, group, probe, self._arguments())
         if source is None:
             return

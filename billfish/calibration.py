@@ -1,7 +1,8 @@
-"""Calibration text -> token sequences: a local .txt, .jsonl or .parquet, a hub data set, or the shipped sample.
+"""Calibration text -> token sequences: a local .txt, .jsonl or .parquet, a hub data set, or the
+shipped sample.
 
-Documents keep their length up to `seqlen` (MARLIN 3.5 (b): sequences of different lengths in one run); a long
-document is cut into windows. Which windows are taken depends on the seed alone.
+Documents keep their length up to `seqlen` (MARLIN 3.5 (b): sequences of different lengths in one
+run); a long document is cut into windows. Which windows are taken depends on the seed alone.
 """
 
 import hashlib
@@ -35,13 +36,13 @@ class Calibration:
 def calibration(source: str, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Calibration:
     if nsamples < 1 or seqlen < MIN_TOKENS:
         raise UserError(
-            f"--nsamples {nsamples} --seqlen {seqlen}: at least 1 sample of {MIN_TOKENS} tokens is needed."
+            f"--nsamples {nsamples} --seqlen {seqlen}: at least 1 sample of {MIN_TOKENS} tokens."
         )
     documents = read_documents(source)
     windows: list[Tensor] = []
     for document in documents:
         ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64)
-        windows += [window for window in ids.split(seqlen) if len(window) >= MIN_TOKENS]
+        windows += [window for window in torch.split(ids, seqlen) if len(window) >= MIN_TOKENS]
         if len(windows) >= 16 * nsamples:  # plenty to choose from; a data set may have no end
             break
     total = sum(len(window) for window in windows)
@@ -120,6 +121,6 @@ def _hub_documents(name: str, limit: int = 4096) -> list[str]:
         return [row["text"] for row, _ in zip(rows, range(limit), strict=False)]
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
-            f"{name}: neither a file here nor a hub data set with a 'text' column that can be reached "
+            f"{name}: neither a file here nor a hub data set in reach with a 'text' column "
             f"({type(error).__name__})."
         ) from None

@@ -1,7 +1,8 @@
 """The command line: arguments in, one call, and its result printed for people or as JSON.
 
-Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, 75 interrupted and
-can be resumed by the same command. Rooms are imported by the command that needs them, so that --help is quick.
+Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, 75
+interrupted and can be resumed by the same command. Rooms are imported by the command that needs
+them, so that --help is quick.
 """
 
 import errno
@@ -20,7 +21,7 @@ from billfish.errors import Interrupted, UserError
 
 app = typer.Typer(
     name="billfish",
-    help="Few-bit LLMs at the speed of memory: quantize any Hugging Face causal LM and run it anywhere.",
+    help="Few-bit LLMs at the speed of memory: quantize any causal LM and run it anywhere.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,8 +61,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Scheme = Annotated[SchemeName, typer.Option(help="What one weight becomes.")]
 MethodOption = Annotated[Method, typer.Option(help="How codes are chosen.")]
 Bits = Annotated[int, typer.Option(min=2, max=8, help="Bits of a weight; 4 or 8 as a rule.")]
-GroupSize = Annotated[int, typer.Option(help="Weights along k that share a scale; -1: a whole row.")]
-Symmetric = Annotated[bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")]
+GroupSize = Annotated[
+    int, typer.Option(help="Weights along k that share a scale; -1: a whole row.")
+]
+Symmetric = Annotated[
+    bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")
+]
 Data = Annotated[
     str, typer.Option(help="Calibration text: .txt, .jsonl, .parquet, a hub data set, or 'sample'.")
 ]
@@ -70,7 +75,8 @@ Seqlen = Annotated[int, typer.Option(min=16, help="Their longest length in token
 Seed = Annotated[int, typer.Option(help="Decides which sequences are taken.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 DtypeOption = Annotated[
-    Dtype, typer.Option(help="Of scales and unquantized tensors; auto: the model's, fp32 becomes bf16.")
+    Dtype,
+    typer.Option(help="Of scales and unquantized tensors; auto: the model's, fp32 becomes bf16."),
 ]
 
 
@@ -90,11 +96,23 @@ def plan(
     dtype: DtypeOption = Dtype.auto,
     json_: Json = False,
 ) -> None:
-    """Say what quantizing would do, before any work: sizes, true bits, what is skipped, memory, time."""
+    """Say what quantizing would do, before any work: sizes, true bits, what is skipped, memory,
+    time."""
     from billfish.planning import plan as make_plan
 
     request = _request(
-        model, Path("unused"), method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
+        model,
+        Path("unused"),
+        method,
+        bits,
+        group_size,
+        sym,
+        data,
+        nsamples,
+        seqlen,
+        seed,
+        device,
+        dtype,
     )
     _print(make_plan(request), json_, show.plan)
 
@@ -116,7 +134,9 @@ def quantize(
     dtype: DtypeOption = Dtype.auto,
     resume: Annotated[
         bool | None,
-        typer.Option("--resume/--fresh", help="Go on with what is in --output, or delete it first."),
+        typer.Option(
+            "--resume/--fresh", help="Go on with what is in --output, or delete it first."
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
     json_: Json = False,
@@ -137,7 +157,8 @@ def quantize(
 
 @app.command(epilog="Example: billfish inspect ./smol-w4")
 def inspect(path: Dir, json_: Json = False) -> None:
-    """Show what is in a checkpoint: any Hugging Face, compressed-tensors, GPTQ, AWQ or Marlin directory."""
+    """Show what is in a checkpoint: any Hugging Face, compressed-tensors, GPTQ, AWQ or Marlin
+    directory."""
     from billfish.inspection import inspect as look
 
     _print(look(path), json_, show.inspection)
@@ -161,13 +182,16 @@ def convert(
     to: Annotated[Format, typer.Option("--to", help="Format to write.")],
     json_: Json = False,
 ) -> None:
-    """Write a packed checkpoint in another format; integers, scales and zeros stay what they are."""
+    """Write a packed checkpoint in another format; integers, scales and zeros stay what they
+    are."""
     from billfish.convert import convert as run
 
     _print(run(source, target, to.value), json_, show.conversion)
 
 
-@app.command("eval", epilog="Example: billfish eval ./smol-w4 --baseline ./SmolLM2-135M --report r.html")
+@app.command(
+    "eval", epilog="Example: billfish eval ./smol-w4 --baseline ./SmolLM2-135M --report r.html"
+)
 def evaluate(
     model: Dir,
     baseline: Annotated[Path | None, typer.Option(help="The original, to compare with.")] = None,
@@ -179,12 +203,15 @@ def evaluate(
     dtype: Annotated[Dtype, typer.Option(help="To run in.")] = Dtype.auto,
     device: Device = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 4,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report here, JSON next to it.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write an HTML report here, JSON next to it.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure quality against the original: perplexity, KL divergence, zero-shot tasks.
 
-    Tasks: sample (shipped text), wikitext2, piqa, arc_easy, arc_challenge, hellaswag, winogrande, lambada.
+    Tasks: sample (shipped text), wikitext2, piqa, arc_easy, arc_challenge, hellaswag, winogrande,
+    lambada.
     """
     from billfish.evaluate.report import write_report
     from billfish.evaluate.run import EvalRequest
@@ -192,9 +219,18 @@ def evaluate(
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     request = EvalRequest(
-        model, names, baseline, kl and baseline is not None, data_dir, limit, seqlen, dtype.value, device,
-        batch_size, " ".join(["billfish", *sys.argv[1:]]),
-    )  # fmt: skip
+        model,
+        names,
+        baseline,
+        kl and baseline is not None,
+        data_dir,
+        limit,
+        seqlen,
+        dtype.value,
+        device,
+        batch_size,
+        " ".join(["billfish", *sys.argv[1:]]),
+    )
     with show.status(quiet=json_) as say:
         result = run(request, say)
     if report is not None:
@@ -263,8 +299,8 @@ def _request(
     from billfish.schemes.w4a16 import W4A16
 
     return Request(
-        model=resolve(model), output=output, scheme=W4A16(bits, group_size, sym), method=method.value,
-        data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device,
+        model=resolve(model), output=output, scheme=W4A16(bits, group_size, sym),
+        method=method.value, data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device,
         dtype=None if dtype == Dtype.auto else getattr(torch, dtype.value),
     )  # fmt: skip
 

@@ -1,12 +1,13 @@
 """The offline driver: read, calibrate block by block, quantize, write, resume.
 
-It holds one block, its statistics and the calibration activations, never the model. After each block its shard,
-its report and the activations that enter the next block are on disk under their final names, so a job killed at
-any moment goes on at the block it was in, and ends with the same bytes as one that was never stopped.
+It holds one block, its statistics and the calibration activations, never the model. After each
+block its shard, its report and the activations that enter the next block are on disk under their
+final names, so a job killed at any moment goes on at the block it was in, and ends with the same
+bytes as one that was never stopped.
 
     out/model-00001-of-000NN.safetensors   what is outside the blocks
     out/model-0000i-of-000NN.safetensors   block i - 2
-    out/.billfish/                         the job while it runs: job.json, block reports, activations
+    out/.billfish/                         the job while it runs: settings, reports, activations
 """
 
 import hashlib
@@ -82,8 +83,8 @@ def quantize(
 ) -> dict[str, Any]:
     """Quantize a checkpoint directory into another one; the report.
 
-    `resume` None: go on with an unfinished job of the same request, refuse anything else that is there.
-    True: the same, and a finished one is left as it is. False: start over.
+    `resume` None: go on with an unfinished job of the same request, refuse anything else that is
+    there. True: the same, and a finished one is left as it is. False: start over.
     """
     started = time.monotonic()
     source = Checkpoint(request.model)
@@ -92,7 +93,11 @@ def quantize(
     if not done:
         job.run(on_progress or (lambda progress: None))
     report = read_json(request.output / REPORT)
-    return {**report, "seconds": round(time.monotonic() - started, 1), "output": str(request.output)}
+    return {
+        **report,
+        "seconds": round(time.monotonic() - started, 1),
+        "output": str(request.output),
+    }
 
 
 class Job:
@@ -134,7 +139,9 @@ class Job:
         """What must be equal for two runs to give the same bytes."""
         request = self.request
         shards = {entry.file for entry in self.source.entries.values()}
-        header = json.dumps({n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()})
+        header = json.dumps(
+            {n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()}
+        )
         return {
             "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
             "method": request.method,
@@ -157,7 +164,7 @@ class Job:
         if resume is False and self.output.exists():
             if not (ours or finished or not any(self.output.iterdir())):
                 raise UserError(
-                    f"{self.output}: exists and was not made by Billfish; --fresh will not delete it. "
+                    f"{self.output}: was not made by Billfish; --fresh will not delete it. "
                     "Choose another --output."
                 )
             shutil.rmtree(self.output)
@@ -220,7 +227,8 @@ class Job:
         return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
 
     def _enter(self, first: int, data: Calibration | None) -> tuple[Hidden, Arguments | None]:
-        """Activations before block `first`: from the embeddings, or as the stopped job left them."""
+        """Activations before block `first`: from the embeddings, or as the stopped job left
+        them."""
         if data is None or first == len(self.model.blocks):
             return Hidden([]), None
         quantized, arguments = self.model.first_inputs(data.sequences)
@@ -247,8 +255,8 @@ class Job:
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
             bits = request.scheme.bits_per_weight(linear.n, linear.k, self.dtype)
             layers.append({
-                "name": prefix + path, "n": linear.n, "k": linear.k, "bits_per_weight": round(bits, 4),
-                "error": solved.error, "note": solved.note,
+                "name": prefix + path, "n": linear.n, "k": linear.k,
+                "bits_per_weight": round(bits, 4), "error": solved.error, "note": solved.note,
             })  # fmt: skip
             progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
             on_progress(progress)
@@ -278,12 +286,17 @@ class Job:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def _write_outside(self) -> None:
-        inside = {name for i in range(len(self.model.blocks)) for name in self.model.stored_block(i)}
+        inside = {
+            name for i in range(len(self.model.blocks)) for name in self.model.stored_block(i)
+        }
         names = [name for name in self.source if name not in inside]
-        files.write_shard(self._shard(0), {name: self._cast(self.model.read(name)) for name in names})
+        files.write_shard(
+            self._shard(0), {name: self._cast(self.model.read(name)) for name in names}
+        )
 
     def _write_block(self, index: int, packed: dict[str, Tensor]) -> None:
-        """Packed linears, and everything else of the block as it is now: AWQ may have scaled norms."""
+        """Packed linears, and everything else of the block as it is now: AWQ may have scaled
+        norms."""
         prefix = self.model.block_prefix(index)
         parameters = {
             stored: self.model.model.get_parameter(name)
@@ -300,13 +313,17 @@ class Job:
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
         kept = {"quantized": hidden.quantized, "original": hidden.original}
         tensors = {
-            f"{part}.{i}": state.clone() for part, states in kept.items() for i, state in enumerate(states)
+            f"{part}.{i}": state.clone()
+            for part, states in kept.items()
+            for i, state in enumerate(states)
         }
         files.write_shard(self._hidden_file(index), tensors)
 
     def _load_hidden(self, index: int) -> Hidden:
         tensors = safetensors.torch.load_file(self._hidden_file(index), device=self.request.device)
-        counts = [sum(name.startswith(part) for name in tensors) for part in ("quantized", "original")]
+        counts = [
+            sum(name.startswith(part) for name in tensors) for part in ("quantized", "original")
+        ]
         quantized = [tensors[f"quantized.{i}"] for i in range(counts[0])]
         return Hidden(quantized, [tensors[f"original.{i}"] for i in range(counts[1])])
 

@@ -1,7 +1,7 @@
 """The two exceptions a caller of Billfish is meant to see.
 
-A UserError's text is complete: where, what was given, the rule, the way out. The command line prints it
-as it is, without a traceback, and exits with 1.
+A UserError's text is complete: where, what was given, the rule, the way out. The command line
+prints it as it is, without a traceback, and exits with 1.
 """
 
 

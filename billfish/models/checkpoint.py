@@ -1,8 +1,8 @@
 """Writing checkpoints so that no crash can leave half a file, and verifying them.
 
-A file appears under its name only when it is complete and on disk: temporary name, fsync, rename, fsync of the
-directory. The index comes after all shards and the sha256 manifest last, so a directory with a manifest is whole.
-docs/FORMAT.md is the contract.
+A file appears under its name only when it is complete and on disk: temporary name, fsync, rename,
+fsync of the directory. The index comes after all shards and the sha256 manifest last, so a
+directory with a manifest is whole. docs/FORMAT.md is the contract.
 """
 
 import hashlib
@@ -36,7 +36,8 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a temporary file, which then takes the name `path`. A failure leaves nothing."""
+    """`write` fills a temporary file, which then takes the name `path`. A failure leaves
+    nothing."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         write(temporary)
@@ -126,7 +127,8 @@ def first_nonfinite(name: str, tensor: Tensor) -> str | None:
 
 
 def check_manifest(path: Path) -> list[str]:
-    """Differences between the files and the manifest, one sentence each; no manifest, no complaint."""
+    """Differences between the files and the manifest, one sentence each; no manifest, no
+    complaint."""
     if not (path / MANIFEST).exists():
         return []
     problems = []
@@ -134,16 +136,21 @@ def check_manifest(path: Path) -> list[str]:
         if not (path / name).is_file():
             problems.append(f"{name}: listed in {MANIFEST} and missing.")
         elif sha256(path / name) != expected:
-            problems.append(f"{name}: its sha256 is not the one in {MANIFEST}; the file was changed.")
+            problems.append(
+                f"{name}: its sha256 is not the one in {MANIFEST}; the file was changed."
+            )
     return problems
 
 
 def refuse_existing(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: exists and is not empty. Choose another directory or delete it.")
+        raise UserError(
+            f"{target}: exists and is not empty. Choose another directory or delete it."
+        )
 
 
 __all__ = [
     "MANIFEST", "TEMPORARY", "Checkpoint", "check_manifest", "copy_companions", "finish",
-    "first_nonfinite", "refuse_existing", "shard_name", "write_atomically", "write_json", "write_shard",
+    "first_nonfinite", "refuse_existing", "shard_name", "write_atomically", "write_json",
+    "write_shard",
 ]  # fmt: skip

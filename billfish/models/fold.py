@@ -1,8 +1,10 @@
-"""Where a scale can be folded: which layer of a block makes the input of some linears, up to a factor a channel.
+"""Where a scale can be folded: which layer of a block makes the input of some linears, up to a
+factor a channel.
 
-Found by trial, not by a table of architectures: a candidate counts if scaling its outputs down and the linears'
-columns up by powers of two leaves what the block computes as it was. So norm -> q/k/v and gate/up, v -> o (shared
-by the heads of a group) and up -> down are found, and anything behind a curved activation is not.
+Found by trial, not by a table of architectures: a candidate counts if scaling its outputs down and
+the linears' columns up by powers of two leaves what the block computes as it was. So norm -> q/k/v
+and gate/up, v -> o (shared by the heads of a group) and up -> down are found, and anything behind a
+curved activation is not.
 """
 
 import copy
@@ -27,7 +29,8 @@ class FoldSource:
 def fold_source(
     model: StreamedModel, index: int, group: list[str], probe: Tensor, arguments: Arguments
 ) -> FoldSource | None:
-    """The layer to fold into for the linears `group`, which read one tensor; None where there is none."""
+    """The layer to fold into for the linears `group`, which read one tensor; None where there is
+    none."""
     block = copy.deepcopy(model.blocks[index]).float()
     first = block.get_submodule(group[0])
     assert isinstance(first, nn.Linear)
@@ -45,7 +48,9 @@ def fold_source(
         for parameter in trial.get_submodule(path).parameters():
             parameter.data /= factor.view(-1, *[1] * (parameter.ndim - 1))
         for consumer in group:
-            trial.get_submodule(consumer).get_parameter("weight").data *= factor[source.row_of_column]
+            trial.get_submodule(consumer).get_parameter("weight").data *= factor[
+                source.row_of_column
+            ]
         if (model.run(index, probe, arguments, trial) - expected).norm() <= TOLERANCE * added:
             return source
     return None
@@ -62,7 +67,8 @@ def _output_channels(module: nn.Module) -> int | None:
 
 
 def _row_of_column(model: StreamedModel, rows: int, k: int) -> Tensor:
-    """Which output of the source feeds each column: one to one, or grouped-query heads that share."""
+    """Which output of the source feeds each column: one to one, or grouped-query heads that
+    share."""
     columns = torch.arange(k, device=model.device)
     if rows == k:
         return columns

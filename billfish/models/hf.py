@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory as named tensors, read one at a time.
 
-Every shard's header is checked against the file's length when the directory is opened, so that a missing or
-truncated shard is an error at the start and not after hours. Refuses pickles and remote code. Knows nothing of
-quantization.
+Every shard's header is checked against the file's length when the directory is opened, so that a
+missing or truncated shard is an error at the start and not after hours. Refuses pickles and remote
+code. Knows nothing of quantization.
 """
 
 import json
@@ -70,10 +70,14 @@ class Checkpoint:
         pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(
             p.name for p in self.path.glob("*.pt*")
         )
-        found = f" It has {', '.join(pickles[:3])}: pickles can run code and are refused; save the model "
+        found = f" It has {', '.join(pickles[:3])}: pickles can run code and are refused; "
         raise UserError(
             f"{self.path}: neither {SINGLE} nor {INDEX} is there."
-            + (found + "again with save_pretrained (safetensors)." if pickles else "")
+            + (
+                found + "save the model again with save_pretrained (safetensors)."
+                if pickles
+                else ""
+            )
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -97,7 +101,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a local directory; remote code is refused."""
     if not path.is_dir():
         raise UserError(
-            f"{path}: no such directory. Give a local Hugging Face checkpoint (config.json and *.safetensors)."
+            f"{path}: no such directory. Give a local Hugging Face checkpoint "
+            "(config.json and *.safetensors)."
         )
     file = path / "config.json"
     if not file.exists():
@@ -105,7 +110,8 @@ def read_config(path: Path) -> dict[str, Any]:
     config = read_json(file)
     if config.get("auto_map"):
         raise UserError(
-            f"{path}: its config.json asks for remote code (auto_map: {', '.join(config['auto_map'])}); "
+            f"{path}: its config.json asks for remote code "
+            f"(auto_map: {', '.join(config['auto_map'])}); "
             "Billfish never runs code from a checkpoint. Use a model class that transformers ships."
         )
     return config
@@ -141,13 +147,12 @@ def read_header(path: Path) -> dict[str, Entry]:
         begin, stop = item["data_offsets"]
         if item["dtype"] not in DTYPES:
             raise UserError(f"{path}: {name!r} has dtype {item['dtype']}, which is not supported.")
-        entries[name] = Entry(
-            path.name, DTYPES[item["dtype"]], tuple(item["shape"]), stop - begin
-        )
+        entries[name] = Entry(path.name, DTYPES[item["dtype"]], tuple(item["shape"]), stop - begin)
         end = max(end, stop)
     if size != 8 + length + end:
         raise UserError(
-            f"{path}: truncated: {size} bytes, its header asks for {8 + length + end}. Copy it again."
+            f"{path}: truncated: {size} bytes, its header asks for {8 + length + end}. "
+            "Copy it again."
         )
     return entries
 

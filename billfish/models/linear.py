@@ -1,8 +1,8 @@
 """QuantLinear: the one quantized module, for every scheme.
 
-It is born holding empty canonical tensors (so that any loader can fill it by name), then `arrange` hands them
-to an op, which keeps its own order of the same bits; state_dict() always speaks canonical. It knows no scheme,
-no file and no device beyond its own.
+It is born holding empty canonical tensors (so that any loader can fill it by name), then `arrange`
+hands them to an op, which keeps its own order of the same bits; state_dict() always speaks
+canonical. It knows no scheme, no file and no device beyond its own.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from billfish.schemes.base import LinearOp, Scheme, choose
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with W in few bits. Call `arrange` once after loading; forward does it if nobody has."""
+    """y = x W^T + b with W in few bits. Call `arrange` once after loading; forward does it if
+    nobody has."""
 
     def __init__(
         self,
@@ -84,16 +85,19 @@ class QuantLinear(nn.Module):
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self.op is not None:  # loading over an arranged layer starts from canonical tensors again
+        if (
+            self.op is not None
+        ):  # loading over an arranged layer starts from canonical tensors again
             self.set_tensors(self.op.canonical())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
-        """`.to(device or dtype)`: the op's words belong to one device, so it is arranged anew there."""
+        """`.to(device or dtype)`: the op's words belong to one device, so it is arranged anew
+        there."""
         name = self.op.name if self.op is not None else None
         if name is not None:
             self.set_tensors(self.tensors())
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if name is not None:
             self.arrange("auto" if name != "reference" else name)
         return self

@@ -1,8 +1,8 @@
 """The interface of the four peers: what a scheme stores, how it is chosen and run.
 
-A Scheme is a frozen dataclass of its parameters. A LinearOp is one way to run it on one kind of device; it
-takes canonical tensors (those of the checkpoint), arranges them once, and can give them back unchanged.
-Nothing here knows a scheme by name.
+A Scheme is a frozen dataclass of its parameters. A LinearOp is one way to run it on one kind of
+device; it takes canonical tensors (those of the checkpoint), arranges them once, and can give them
+back unchanged. Nothing here knows a scheme by name.
 """
 
 from collections.abc import Mapping
@@ -55,14 +55,16 @@ def choose(
 ) -> type[LinearOp]:
     """The op that will run one layer; called once per layer at load, never per call.
 
-    `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow path
-    in silence.
+    `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow
+    path in silence.
     """
     ops = scheme.ops()
     if op != "auto":
         by_name = {candidate.name: candidate for candidate in ops}
         if op not in by_name:
-            raise UserError(f"op {op!r} of scheme {scheme.name}: known are auto, {', '.join(by_name)}.")
+            raise UserError(
+                f"op {op!r} of scheme {scheme.name}: known are auto, {', '.join(by_name)}."
+            )
         reason = by_name[op].refuses(scheme, n, k, device)
         if reason:
             raise UserError(f"op {op!r} cannot run a {n} x {k} layer on {device}: {reason}")

@@ -1,8 +1,10 @@
-"""AWQ: channels with large inputs are scaled up before rounding, and the layer before is scaled down to match.
+"""AWQ: channels with large inputs are scaled up before rounding, and the layer before is scaled
+down to match.
 
-QUICK's users have models made this way. The scale of channel j is magnitude_j^a / mean|w_j|^b; the exponents are
-searched. The error of a candidate is that of the layer's output, tr(E H E^T), taken from the Hessian, so that no
-activations need to be kept. Clipping is searched afterwards by solvers/clip.py.
+QUICK's users have models made this way. The scale of channel j is magnitude_j^a / mean|w_j|^b; the
+exponents are searched. The error of a candidate is that of the layer's output, tr(E H E^T), taken
+from the Hessian, so that no activations need to be kept. Clipping is searched afterwards by
+solvers/clip.py.
 """
 
 import torch

@@ -1,12 +1,14 @@
-"""GPTQ as MARLIN 3.5 has it: one column after the other is rounded, and the columns not yet rounded absorb its
-error through the inverse Hessian.
+"""GPTQ as MARLIN 3.5 has it: one column after the other is rounded, and the columns not yet rounded
+absorb its error through the inverse Hessian.
 
-Activation order is static: columns are solved by decreasing H diagonal, but keep their place and their group, so
-the checkpoint needs no g_idx and shards freely. Scales come from solvers/clip.py before the first column.
-A Hessian that will not factor is damped up a ladder, then tried in fp64, and then the caller is told (None).
+Activation order is static: columns are solved by decreasing H diagonal, but keep their place and
+their group, so the checkpoint needs no g_idx and shards freely. Scales come from solvers/clip.py
+before the first column. A Hessian that will not factor is damped up a ladder, then tried in fp64,
+and then the caller is told (None).
 
-Beyond the paper: `undrift` moves the target so that the layer also undoes part of what the quantized layers
-before it did to its input. It is worth more than everything else here (docs/LOG.md, 2026-11-15).
+Beyond the paper: `undrift` moves the target so that the layer also undoes part of what the
+quantized layers before it did to its input. It is worth more than everything else here
+(docs/LOG.md, 2026-11-15).
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from torch import Tensor
 from billfish.formats.grid import Grid
 
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean diagonal
-# How much of the drift to undo. SmolLM2, 4-bit symmetric g64, WikiText-2: 0 -> 23.56, 0.5 -> 22.54, 1 -> 22.57; the
-# smaller value leans less on the calibration text.
+# How much of the drift to undo. SmolLM2, 4-bit symmetric g64, WikiText-2: 0 -> 23.56, 0.5 -> 22.54,
+# 1 -> 22.57; the smaller value leans less on the calibration text.
 UNDRIFT = 0.5
 BLOCK = 128  # columns updated together; the rest of the matrix follows in one matmul
 
@@ -26,8 +28,8 @@ BLOCK = 128  # columns updated together; the rest of the matrix follows in one m
 def undrift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
     """The weight whose product with the spoiled input x is nearest to W y, y the original input.
 
-    min |V x - W y|^2 has V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. Falls back
-    to W where the damped Hessian still cannot be solved.
+    min |V x - W y|^2 has V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way.
+    Falls back to W where the damped Hessian still cannot be solved.
     """
     damping = DAMPING[0] * hessian.diagonal().mean()
     damped = hessian + damping * torch.eye(len(hessian), device=hessian.device)
@@ -39,8 +41,8 @@ def undrift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
 
 
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
-    """Upper Cholesky factor U of the damped inverse (H^-1 = U^T U), and a note if it took more than the
-    first try. None: even fp64 with full damping fails (NaN or Inf inside)."""
+    """Upper Cholesky factor U of the damped inverse (H^-1 = U^T U), and a note if it took more than
+    the first try. None: even fp64 with full damping fails (NaN or Inf inside)."""
     mean = hessian.diagonal().mean()
     for dtype in (torch.float32, torch.float64):
         for damping in DAMPING:
@@ -55,7 +57,9 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
             if failed or not torch.isfinite(upper).all():
                 continue
             plain = damping == DAMPING[0] and dtype == torch.float32
-            return upper.float(), None if plain else f"damping {damping}, {dtype}".replace("torch.", "")
+            return upper.float(), None if plain else f"damping {damping}, {dtype}".replace(
+                "torch.", ""
+            )
     return None
 
 

@@ -4,8 +4,8 @@
     drift      (y - x) x^T    y  the input it saw in the original model
     magnitude  |x|
 
-Sequences of any length count by their tokens (MARLIN 3.5 (b)). One instance serves all linears that read the
-same input (q/k/v, gate/up).
+Sequences of any length count by their tokens (MARLIN 3.5 (b)). One instance serves all linears that
+read the same input (q/k/v, gate/up).
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +44,8 @@ class Statistics:
         return None if self._drift is None else self._drift / max(self.tokens, 1)
 
     def rescale(self, factor: Tensor) -> None:  # (k,)
-        """As if every input had been multiplied by `factor` (AWQ folds scales into the layer before)."""
+        """As if every input had been multiplied by `factor` (AWQ folds scales into the layer
+        before)."""
         self._outer *= factor[:, None] * factor[None, :]
         self._magnitude *= factor
 

@@ -1,8 +1,9 @@
 """w4a16 on a CPU: packed words in memory, no dequantised copy of the weights kept.
 
-Few rows of bf16 run through PyTorch's own int4 kernel (AVX512 or AVX2). More rows, fp32 and fp16 activations
-and what the kernel does not take (groups not a multiple of 32) decode one panel of outputs at a time and
-multiply it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high + low.
+Few rows of bf16 run through PyTorch's own int4 kernel (AVX512 or AVX2). More rows, fp32 and fp16
+activations and what the kernel does not take (groups not a multiple of 32) decode one panel of
+outputs at a time and multiply it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high
++ low.
 
 Words are in the kernel's own order, so that both paths read the same bytes:
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
 KERNEL_GROUPS = (256, 128, 64, 32)
-# The kernel's time grows with every row, a panel is decoded once: they meet at 30 to 40 rows for every shape
-# from 192 x 576 to 4096 x 4096, with one thread and with two (docs/LOG.md has the table).
+# The kernel's time grows with every row, a panel is decoded once: they meet at 30 to 40 rows for
+# every shape from 192 x 576 to 4096 x 4096, with one thread and with two (docs/LOG.md has the
+# table).
 MAX_KERNEL_ROWS = 32
 PANEL_CODES = 2**20  # codes decoded at once: 2 MB of bf16, an L2's worth
 ROWS = 64  # n is padded to this: a whole block for either h
@@ -51,8 +53,9 @@ class CpuOp:
             codes = codes[:, self.order]
 
         planes = 1 if scheme.bits <= 4 else 2
-        # Symmetric codes move to the middle of the plane's range, where the kernel's own zero is: its shift
-        # is then exact for every width (at the grid's own middle, 2, 3, 5 and 6 bits would round it).
+        # Symmetric codes move to the middle of the plane's range, where the kernel's own zero is:
+        # its shift is then exact for every width (at the grid's own middle, 2, 3, 5 and 6 bits
+        # would round it).
         self.middle = 8 if planes == 1 else 128
         self.moved = self.middle - scheme.grid.middle if scheme.symmetric else 0
         codes, zeros = codes + self.moved, zeros + self.moved
@@ -81,9 +84,10 @@ class CpuOp:
     def _kernel_scales(self, scale: Tensor, zero: Tensor) -> Tensor:
         """(planes, k / kernel group, n, 2) bf16: the kernel computes (code - 8) * scale + shift.
 
-        Symmetric: the shift is 0 (4 bits) or 8 * scale (two planes), exact. Asymmetric: 4-bit shifts are
-        rounded to bf16, which moves a whole group by at most 2^-9 of eight steps, 1/64 of a step. Two planes
-        have two shifts that add up, so the second takes what the first lost: 2^-18 of 136 steps.
+        Symmetric: the shift is 0 (4 bits) or 8 * scale (two planes), exact. Asymmetric: 4-bit
+        shifts are rounded to bf16, which moves a whole group by at most 2^-9 of eight steps, 1/64
+        of a step. Two planes have two shifts that add up, so the second takes what the first lost:
+        2^-18 of 136 steps.
         """
         if self.words.shape[0] == 1:
             parts = [scale, (8 - zero) * scale]
@@ -131,9 +135,9 @@ class CpuOp:
     def _panel(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Decoded weights of output blocks [start, end), transposed: (k, outputs) in `dtype`.
 
-        Equal to dequantize() rounded once. Every pass costs its bytes, so the integer work is done on bytes:
-        subtracting the zero there is 7 times cheaper than in bf16. The order of passes and what lost to it
-        are in docs/LOG.md.
+        Equal to dequantize() rounded once. Every pass costs its bytes, so the integer work is done
+        on bytes: subtracting the zero there is 7 times cheaper than in bf16. The order of passes
+        and what lost to it are in docs/LOG.md.
         """
         rows = slice(start * 2 * self.half, end * 2 * self.half)
         codes = self._codes(start, end).view(-1, self.group, rows.stop - rows.start)
@@ -142,11 +146,13 @@ class CpuOp:
             steps = codes.to(torch.int16).sub_(zeros)  # -255 to 255
         else:
             steps = codes.sub_(zeros).view(torch.int8)  # wraps around, as two's complement does
-        # A bf16 product rounds once, as wanted. Other pairs of dtypes are multiplied in fp32, as dequantize()
-        # does, and rounded after; fp16 too, because int8 -> fp16 is 8 times slower than int8 -> fp32.
+        # A bf16 product rounds once, as wanted. Other pairs of dtypes are multiplied in fp32, as
+        # dequantize() does, and rounded after; fp16 too, because int8 -> fp16 is 8 times slower
+        # than int8 -> fp32.
         scales = self._scales()[:, None, rows]
         work = dtype if dtype == scales.dtype == torch.bfloat16 else torch.float32
-        # Strided scales, as they lie in sz, would cost this product its vector instructions: 6 times slower.
+        # Strided scales, as they lie in sz, would cost this product its vector instructions: 6
+        # times slower.
         weights = steps.to(work).mul_(scales.to(work).contiguous())
         outputs = min(rows.stop, self.n) - rows.start
         return weights.view(self.padded_k, -1)[: self.k, :outputs].to(dtype)
@@ -184,8 +190,8 @@ def block_words(codes: Tensor, half: int) -> Tensor:  # (n, k) uint8 -> (n / 2h,
 
 @cache
 def kernel_half() -> int | None:
-    """h of the int4 kernel of this CPU and PyTorch, found by packing a probe; None where neither fits
-    (then every call decodes panels)."""
+    """h of the int4 kernel of this CPU and PyTorch, found by packing a probe; None where neither
+    fits (then every call decodes panels)."""
     codes = torch.arange(128 * 64, dtype=torch.int32).view(128, 64) * 7 // 3 % 16
     try:
         words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)

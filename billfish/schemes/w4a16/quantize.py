@@ -1,7 +1,8 @@
 """From a weight and what is known of its inputs to codes, scales and zeros: the methods of w4a16.
 
-Offline. One call may take several linears stacked along n that read the same input. What the caller does with the
-result (pack, write, run on) is not known here; neither is AWQ's folding, which touches other layers.
+Offline. One call may take several linears stacked along n that read the same input. What the caller
+does with the result (pack, write, run on) is not known here; neither is AWQ's folding, which
+touches other layers.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ class Solved:
     scales: Tensor  # (n, g) in the stored dtype
     zeros: Tensor  # (n, g) uint8
     decoded: Tensor  # (n, k) fp32
-    energy: Tensor | None  # (n, 2): squared output error and squared output of each row; None: no data
+    energy: (
+        Tensor | None
+    )  # (n, 2): squared output error and squared output of each row; None: no data
     note: str | None
 
     @property
@@ -67,7 +70,7 @@ def quantize(
     # A few rows at a time: they are independent, and every temporary is as large as its rows.
     pieces = [
         _rows(scheme, rows, hessian, factor, known.drift if known else None, dtype)
-        for rows in weight.split(max(64, ROW_CODES // k))
+        for rows in torch.split(weight, max(64, ROW_CODES // k))
     ]
     codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     energy = None if hessian is None else output_energy(weight, decoded, hessian)

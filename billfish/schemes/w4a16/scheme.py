@@ -1,7 +1,8 @@
 """w4a16: integer weights of 2 to 8 bits (4 as a rule) in groups along k, 16-bit activations.
 
-The canonical tensors are those of compressed-tensors `pack-quantized` (docs/FORMAT.md), so that a checkpoint
-needs no translation and loads in vLLM and transformers as it is. MARLIN and QUICK are ops of this one scheme.
+The canonical tensors are those of compressed-tensors `pack-quantized` (docs/FORMAT.md), so that a
+checkpoint needs no translation and loads in vLLM and transformers as it is. MARLIN and QUICK are
+ops of this one scheme.
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ class W4A16:
     bits: int = 4
     group_size: int = 128  # -1: one scale per output channel
     symmetric: bool = True
-    # Only foreign GPTQ checkpoints with desc_act have it: column k belongs to group g_idx[k]. We never write
-    # such models: it costs a gather of x and breaks tensor parallelism (solvers/gptq.py orders statically).
+    # Only foreign GPTQ checkpoints with desc_act have it: column k belongs to group g_idx[k]. We
+    # never write such models: it costs a gather of x and breaks tensor parallelism (solvers/gptq.py
+    # orders statically).
     has_g_idx: bool = False
 
     def __post_init__(self) -> None:
