@@ -66,9 +66,12 @@ def read_documents(source: str) -> list[str]:
         if path.suffix in (".txt", ".jsonl", ".parquet", ".json") or source.startswith((".", "/")):
             raise UserError(f"{path}: no such calibration file.")
         return _hub_documents(source)
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; give one .txt, .jsonl or .parquet file.")
     if path.suffix == ".jsonl":
         documents = []
-        for number, line in enumerate(path.read_text(encoding="utf8").splitlines(), 1):
+        # Not splitlines(): JSON strings may hold U+2028 and others that it takes for line ends.
+        for number, line in enumerate(_read_text(path).split("\n"), 1):
             if line.strip():
                 documents.append(_text_of(line, path, number))
     elif path.suffix == ".parquet":
@@ -93,8 +96,11 @@ def _read_text(path: Path) -> str:
 def _text_of(line: str, path: Path, number: int) -> str:
     try:
         text = json.loads(line)["text"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(f'{path}, line {number}: expected a JSON object with "text".') from None
+        text.encode()  # only a string can, and only one without half a surrogate pair
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f'{path}, line {number}: expected a JSON object whose "text" is a string.'
+        ) from None
     return str(text)
 
 
@@ -103,7 +109,10 @@ def _parquet_documents(path: Path) -> list[str]:
         from pyarrow import parquet
     except ImportError:
         raise UserError(f"{path}: parquet needs pyarrow: pip install 'billfish[eval]'.") from None
-    table = parquet.read_table(path)
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise UserError(f"{path}: damaged or no parquet file ({error}).") from None
     if "text" not in table.column_names:
         raise UserError(f"{path}: has columns {table.column_names}; one named 'text' is needed.")
     return [str(value) for value in table.column("text").to_pylist() if value]
@@ -118,9 +127,10 @@ def _hub_documents(name: str, limit: int = 4096) -> list[str]:
         ) from None
     try:
         rows = load_dataset(name, split="train", streaming=True)
-        return [row["text"] for row, _ in zip(rows, range(limit), strict=False)]
+        texts = [row["text"] for row, _ in zip(rows, range(limit), strict=False)]
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
             f"{name}: neither a file here nor a hub data set in reach with a 'text' column "
             f"({type(error).__name__})."
         ) from None
+    return [str(text) for text in texts if text]

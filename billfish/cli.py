@@ -1,7 +1,7 @@
 """The command line: arguments in, one call, and its result printed for people or as JSON.
 
 Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, 75
-interrupted and can be resumed by the same command. Rooms are imported by the command that needs
+interrupted and is resumed by the same command. Rooms are imported by the command that needs
 them, so that --help is quick.
 """
 
@@ -148,8 +148,12 @@ def quantize(
     request = _request(
         model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
     )
-    with show.progress(quiet=json_) as tell:
-        result = run(request, resume, tell)
+    try:
+        with show.progress(quiet=json_) as tell:
+            result = run(request, resume, tell)
+    except Interrupted:
+        show.error("interrupted. Finished blocks are on disk; the same command goes on from there.")
+        raise typer.Exit(INTERRUPTED) from None
     if report is not None:
         write_report({"model": {"path": str(output)}, "quantization": result}, report)
     _print(result, json_, show.quantized)
@@ -313,28 +317,28 @@ def _print(result: Any, as_json: bool, render: Any) -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def main() -> None:
     """Turns expected failures into one message and an exit code."""
     signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
     try:
         app(standalone_mode=True)
     except UserError as error:
         show.error(str(error))
         sys.exit(1)
-    except (KeyboardInterrupt, Interrupted):
-        show.error("interrupted. What is finished is on disk; the same command goes on from there.")
-        sys.exit(INTERRUPTED)
+    except Interrupted:
+        show.error("interrupted.")
+        sys.exit(130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
+        if error.errno is None or not error.filename:
+            raise  # not about a place a user chose
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "Make room and run the same command again; finished blocks are kept."
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            hint = "Choose a place you may write to."
-        show.error(f"{error.strerror}{where}. {hint}")
+        hint = hint if full else "Choose a place that can be read and written."
+        show.error(f"{error.filename}: {error.strerror}. {hint}")
         sys.exit(1)
 
 

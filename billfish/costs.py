@@ -7,6 +7,7 @@ small layer solved by the very solver that the job will use. Knows nothing of fi
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -103,6 +104,11 @@ def estimate_memory(
         statistics = max(sum(k * k for _, k in inputs) for inputs in groups) * 4 + 3 * widest**2 * 4
     solver = solved * 4 * WEIGHT_COPIES
     embeddings = (sum(counts.values()) - sum(blocks)) * width
+    # Reading a tensor and looking for NaN takes two more copies of it and a byte a number.
+    prefix = model.prefix + "."
+    inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
+    outside = [entry for name, entry in job.source.entries.items() if name not in inside]
+    embeddings += max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
     # Embeddings and one block make the first activations; then blocks are solved; after each, the
     # activations are copied to be saved.
     phases = (embeddings + once, block + solver + statistics, once + activations)

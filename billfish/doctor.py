@@ -213,7 +213,7 @@ def nvrtc() -> Finding:
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         detail = f"cuda.bindings is here, libnvrtc cannot be loaded ({reason})."
-        return Finding("nvrtc", "note", detail, "pip install 'cuda-toolkit[nvrtc]'")
+        return Finding("nvrtc", "note", detail, "pip install 'cuda-bindings[all]'")
     if int(code) != 0:
         return Finding("nvrtc", "note", f"libnvrtc answers with error {int(code)}.", fix)
     return Finding("nvrtc", "ok", f"{major}.{minor}")

@@ -180,14 +180,19 @@ class Job:
                 shutil.rmtree(self.state)
                 return True
             return False
-        elif self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+        elif self.output.exists() and not self._untouched():
             raise UserError(
                 f"{self.output}: exists and is not empty. --fresh deletes it and starts over, "
                 "--resume goes on with an unfinished job, or choose another --output."
             )
-        self.state.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.state, ignore_errors=True)
+        self.state.mkdir(parents=True)
         files.write_json(self.state / "job.json", self.fingerprint())
         return False
+
+    def _untouched(self) -> bool:
+        """An empty directory, or one in which a job died before it had written its settings."""
+        return self.output.is_dir() and all(path == self.state for path in self.output.iterdir())
 
     def _same_job(self, before: dict[str, Any]) -> None:
         now = self.fingerprint()
@@ -221,7 +226,13 @@ class Job:
         request = self.request
         if not NEEDS_DATA[request.method]:
             return None
-        tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=False)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{request.model}: no tokenizer can be loaded from it ({error}). --method "
+                f"{request.method} needs one for its calibration text; rtn does not."
+            ) from None
         limit = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None)
         seqlen = min(request.seqlen, limit or request.seqlen)
         return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)

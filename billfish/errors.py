@@ -9,5 +9,5 @@ class UserError(ValueError):
     """The input cannot be used; the message says why and what to do."""
 
 
-class Interrupted(Exception):
-    """The job was stopped at a point from which the same command continues (exit code 75)."""
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not an Exception, so that no library on the way mistakes it for one."""

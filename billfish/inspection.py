@@ -12,8 +12,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from billfish.errors import UserError
 from billfish.models.checkpoint import MANIFEST
+from billfish.models.dialect import Dialect
 from billfish.models.hf import Checkpoint
 from billfish.schemes.w4a16 import W4A16
 from billfish.survey import Layer, Survey, by_module, measure, recognize
@@ -42,9 +45,21 @@ def inspect(path: Path) -> dict[str, Any]:
     "problems" names packed layers that their config does not fit; their tensors then count as
     dense, and what cannot be known (parameters, bits of the model) is None.
     """
-    checkpoint = Checkpoint(path)
-    dialect, name, unsupported = recognize(checkpoint)
-    modules = by_module(checkpoint)
+    try:
+        checkpoint = Checkpoint(path)
+        dialect, name, unsupported = recognize(checkpoint)
+        return describe(checkpoint, dialect, name, unsupported)
+    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: a header, the index or config.json is damaged ({type(error).__name__}: "
+            f"{error}). `billfish verify {path}` names the file; copy it again."
+        ) from None
+
+
+def describe(
+    checkpoint: Checkpoint, dialect: Dialect | None, name: str, unsupported: str | None
+) -> dict[str, Any]:
+    path, modules = checkpoint.path, by_module(checkpoint)
     layers: dict[str, Layer] = {}
     problems = []
     for module, names in modules.items():

@@ -173,3 +173,97 @@ def _estimate(part: Result | None, factor: float = 1, unit: str = "") -> str:
     spread = part.get("stderr")
     tail = "" if spread is None else f" ± {spread * factor:.{digits}f}"
     return f"{value:.{digits}f}{tail}{unit}"
+
+
+def plan(result: Result) -> None:
+    rows = []
+    for group in _alike(result["layers"]):
+        layer, bits = group[0], group[0]["bits_per_weight"]
+        rows.append([
+            layer["module"].rpartition(".")[2],
+            len(group),
+            f"{layer['n']} x {layer['k']}",
+            layer["skip"] or layer["scheme"],
+            "" if layer["skip"] else f"{bits:.3f}",
+            size(sum(each["bytes_before"] for each in group)),
+            size(sum(each["bytes_after"] for each in group)),
+            " ".join(map(str, layer["tp"])),
+        ])  # fmt: skip
+    columns = ["linear", "count", "n x k", "becomes", "bits", "before", "after", "shards at"]
+    table(f"plan for {result['model']}", columns, rows)
+    totals, guess, tp = result["totals"], result["estimates"], result["tp"]
+    before, after = totals["bytes_before"], totals["bytes_after"]
+    lines([
+        ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
+        ("true bits", f"{totals['bits_per_weight']:.3f} per quantized weight, "
+                      f"{totals['model_bits_per_weight']:.3f} over the whole model"),
+        ("tensor parallel", ", ".join(map(str, tp["possible"]))),
+        ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
+        ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),
+        ("time", f"about {duration(guess['seconds'])} on this machine as it is now (estimate)"),
+    ])  # fmt: skip
+    for count, reason in tp["impossible"].items():
+        out.print(f"[dim]not at tensor parallel {count}: {escape(reason)}[/]")
+    for warning in result["warnings"]:
+        out.print(f"[yellow]{escape(warning)}[/]")
+
+
+def _alike(layers: list[Result]) -> list[list[Result]]:
+    """Layers of one kind, shape and fate together: a model has hundreds of few kinds."""
+    found: dict[Any, list[Result]] = {}
+    for layer in layers:
+        kind = layer["module"].rpartition(".")[2]
+        key = (kind, layer["n"], layer["k"], layer["skip"], str(layer["tp"]))
+        found.setdefault(key, []).append(layer)
+    return list(found.values())
+
+
+def _scheme(scheme: Result | str | None) -> str:
+    if not isinstance(scheme, dict):
+        return str(scheme or "")
+    size_ = "channel" if scheme["group_size"] == -1 else f"g{scheme['group_size']}"
+    sym = "sym" if scheme["symmetric"] else "asym"
+    return f"{scheme['name']} {scheme['bits']} bit {size_} {sym}"
+
+
+def inspection(result: Result) -> None:
+    bits, kinds = result["bits_per_weight"], result["kinds"]
+    facts = [
+        ("path", result["path"]),
+        ("architecture", result["architecture"]),
+        ("format", result["dialect"]),
+        ("linears", f"{result['packed_linears']} packed, {result['dense_tensors']} dense tensors"),
+    ]
+    if bits["packed"]:
+        whole = f", {bits['model']:.3f} over the whole model" if bits["model"] else ""
+        facts.append(("true bits", f"{bits['packed']:.4f} per packed weight{whole}"))
+    facts.append(("size", f"{size(result['bytes']['total'])} in {len(result['files'])} files"))
+    if result["unsupported"]:
+        facts.append(("cannot run", result["unsupported"]))
+    lines(facts)
+    rows = [
+        [
+            kind["kind"],
+            kind["count"],
+            " x ".join(map(str, kind["shape"])),
+            _scheme(kind["scheme"]) or str(kind["dtype"]),
+            f"{kind['bits_per_weight']:.3f}" if kind["bits_per_weight"] else "",
+            size(kind["bytes"]),
+        ]
+        for kind in kinds
+    ]
+    table("", ["tensors", "count", "shape", "stored as", "bits", "size"], rows)
+    for problem in result["problems"]:
+        out.print(f"[bold red]{escape(problem)}[/]")
+
+
+def verification(result: Result) -> None:
+    checked = result["checked"]
+    for found in result["problems"]:
+        where = ": ".join(part for part in (found["file"], found["tensor"]) if part)
+        out.print(f"[bold red]bad[/]  {escape(where)}: {escape(found['problem'])}")
+    verdict = "[green]ok[/]" if result["ok"] else f"[bold red]{len(result['problems'])} problems[/]"
+    out.print(
+        f"{verdict}  {checked['files']} files, {checked['hashes']} hashes, "
+        f"{checked['tensors']} tensors, {checked['packed_linears']} packed linears checked"
+    )

@@ -206,7 +206,7 @@ class Survey(Checkpoint):
         source = names.get("weight_shape", names[dialect.words])  # what tells the layer's size
         try:
             scheme, n, k = measure(self, dialect, module, names)
-            dtypes = [self.entries[name].dtype for name in names.values()]
+            dtypes = [self.entries[names[part]].dtype for part in known if part in names]
             dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float16)
             specs = dialect.stored(scheme, n, k, dtype)
         except UserError as error:
@@ -263,8 +263,8 @@ class Survey(Checkpoint):
             config.__dict__.pop("quantization_config", None)
             with torch.device("meta"):
                 model = model_class._from_config(config)
-        except DAMAGE as error:
-            problem = f"transformers cannot build {names[0]} from it ({error})."
+        except Exception as error:  # a class may raise anything of numbers that make no sense
+            problem = f"transformers cannot build {names[0]} from it: {error}"
             return self.complain("config.json", None, problem)
         prefix, left, found = f"{model.base_model_prefix}.", dict(shapes), {}
         expected = {name: tuple(value.shape) for name, value in model.named_parameters()}

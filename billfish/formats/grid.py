@@ -84,7 +84,11 @@ def group_count(k: int, group_size: int) -> int:
     """Groups along k; -1 is one group per output channel. Raises with the sizes that divide k."""
     if group_size == -1:
         return 1
-    if group_size < 1 or k % group_size:
+    if group_size < 1:
+        raise UserError(
+            f"group size {group_size}: it is 1 or more, or -1 for one scale per channel."
+        )
+    if k % group_size:
         fits = [size for size in (16, 32, 64, 96, 128, 192, 256, 512) if k % size == 0]
         raise UserError(
             f"group size {group_size} does not divide k = {k}. Sizes that do: "

@@ -144,6 +144,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     raw.pop("__metadata__", None)
     entries, end = {}, 0
     for name, item in raw.items():
+        if not isinstance(item, dict) or not {"dtype", "shape", "data_offsets"} <= set(item):
+            raise UserError(f"{path}: the header's entry for {name!r} is damaged.")
         begin, stop = item["data_offsets"]
         if item["dtype"] not in DTYPES:
             raise UserError(f"{path}: {name!r} has dtype {item['dtype']}, which is not supported.")

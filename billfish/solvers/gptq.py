@@ -25,19 +25,20 @@ UNDRIFT = 0.5
 BLOCK = 128  # columns updated together; the rest of the matrix follows in one matmul
 
 
-def undrift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
-    """The weight whose product with the spoiled input x is nearest to W y, y the original input.
+def undrift(hessian: Tensor, drift: Tensor) -> Tensor | None:
+    """(k, k) M such that W + W M is the weight to aim for behind quantized layers.
 
-    min |V x - W y|^2 has V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way.
-    Falls back to W where the damped Hessian still cannot be solved.
+    The V whose product with the spoiled input x is nearest to W y, y the original input, minimises
+    |V x - W y|^2: V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. None where
+    the damped Hessian still cannot be solved.
     """
     damping = DAMPING[0] * hessian.diagonal().mean()
     damped = hessian + damping * torch.eye(len(hessian), device=hessian.device)
     lower, failed = torch.linalg.cholesky_ex(damped)
     if failed:
-        return weight
-    step = torch.cholesky_solve((weight @ drift).T, lower).T
-    return weight + UNDRIFT * step if bool(torch.isfinite(step).all()) else weight
+        return None
+    step = UNDRIFT * torch.cholesky_solve(drift.T, lower).T
+    return step if bool(torch.isfinite(step).all()) else None
 
 
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
@@ -75,9 +76,12 @@ class Factor:
     def of(hessian: Tensor) -> "Factor | None":
         """None when the Hessian cannot be factored."""
         hessian = hessian.clone()
-        # Inputs that are never on: any code does, their weight cannot matter.
-        hessian.diagonal()[hessian.diagonal() == 0] = 1.0
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        # Inputs that are never on: any code does, their weight cannot matter. They get the mean of
+        # the others and not 1, which would drown small activations in damping.
+        diagonal = hessian.diagonal()
+        dead = diagonal == 0
+        diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
+        order = torch.argsort(diagonal, descending=True, stable=True)
         found = inverse_factor(hessian[order][:, order])
         return None if found is None else Factor(order, *found)
 

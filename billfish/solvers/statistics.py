@@ -46,7 +46,10 @@ class Statistics:
     def rescale(self, factor: Tensor) -> None:  # (k,)
         """As if every input had been multiplied by `factor` (AWQ folds scales into the layer
         before)."""
-        self._outer *= factor[:, None] * factor[None, :]
+        outer = factor[:, None] * factor[None, :]
+        self._outer *= outer
+        if self._drift is not None:
+            self._drift *= outer
         self._magnitude *= factor
 
     @property

@@ -1,9 +1,8 @@
 """w4a16 on a CPU: packed words in memory, no dequantised copy of the weights kept.
 
 Few rows of bf16 run through PyTorch's own int4 kernel (AVX512 or AVX2). More rows, fp32 and fp16
-activations and what the kernel does not take (groups not a multiple of 32) decode one panel of
-outputs at a time and multiply it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high
-+ low.
+activations, and groups the kernel does not take decode one panel of outputs at a time and multiply
+it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high + low.
 
 Words are in the kernel's own order, so that both paths read the same bytes:
 
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
 KERNEL_GROUPS = (256, 128, 64, 32)
-# The kernel's time grows with every row, a panel is decoded once: they meet at 30 to 40 rows for
-# every shape from 192 x 576 to 4096 x 4096, with one thread and with two (docs/LOG.md has the
-# table).
-MAX_KERNEL_ROWS = 32
-PANEL_CODES = 2**20  # codes decoded at once: 2 MB of bf16, an L2's worth
+# The kernel's time grows with every row, a panel is decoded once. They meet at 39 to 61 rows with
+# one thread and at 45 or more with two, for 192 x 576 to 4096 x 4096 (table in docs/LOG.md).
+MAX_KERNEL_ROWS = 40
+# Codes decoded at once: 8 MB of bf16. A quarter of it would stay in L2, but the matmul of 1024
+# outputs at k = 4096 beats that of 256 by more: 20 % of the time of 512 rows.
+PANEL_CODES = 2**22
 ROWS = 64  # n is padded to this: a whole block for either h
 
 
@@ -53,11 +53,10 @@ class CpuOp:
             codes = codes[:, self.order]
 
         planes = 1 if scheme.bits <= 4 else 2
-        # Symmetric codes move to the middle of the plane's range, where the kernel's own zero is:
-        # its shift is then exact for every width (at the grid's own middle, 2, 3, 5 and 6 bits
-        # would round it).
+        # Codes and zeros move so that the grid's middle is the kernel's own zero: its shift is then
+        # exact for symmetric codes of every width, and as small as can be for asymmetric ones.
         self.middle = 8 if planes == 1 else 128
-        self.moved = self.middle - scheme.grid.middle if scheme.symmetric else 0
+        self.moved = self.middle - scheme.grid.middle
         codes, zeros = codes + self.moved, zeros + self.moved
 
         # One scale per channel fits any k: pad it to what the kernel takes. Real groups divide k.
@@ -84,10 +83,9 @@ class CpuOp:
     def _kernel_scales(self, scale: Tensor, zero: Tensor) -> Tensor:
         """(planes, k / kernel group, n, 2) bf16: the kernel computes (code - 8) * scale + shift.
 
-        Symmetric: the shift is 0 (4 bits) or 8 * scale (two planes), exact. Asymmetric: 4-bit
-        shifts are rounded to bf16, which moves a whole group by at most 2^-9 of eight steps, 1/64
-        of a step. Two planes have two shifts that add up, so the second takes what the first lost:
-        2^-18 of 136 steps.
+        Symmetric: the shift is 0 (one plane) or 8 * scale (two), exact. Asymmetric: that of one
+        plane is rounded to bf16, which moves a whole group by at most 2^-8 of eight steps, 1/32 of
+        a step; two planes have two shifts that add up: the second takes what the first one lost.
         """
         if self.words.shape[0] == 1:
             parts = [scale, (8 - zero) * scale]
@@ -95,7 +93,7 @@ class CpuOp:
             shift = (136 - zero) * scale
             rounded = shift.bfloat16().float()
             parts = [scale, shift - rounded, 16 * scale, rounded]
-        sz = torch.stack(parts, dim=-1).to(torch.bfloat16).unflatten(-1, (-1, 2)).movedim(2, 0)
+        sz = torch.stack(parts, dim=-1).to(torch.bfloat16).view(*scale.shape, -1, 2).movedim(2, 0)
         return sz.repeat_interleave(self.group // self.kernel_group, dim=1)
 
     def _scales(self) -> Tensor:  # (g, padded n)
@@ -124,20 +122,20 @@ class CpuOp:
         y: Tensor = multiply(x, words[0], self.kernel_group, sz[0])
         if len(words) == 2:
             y = y + multiply(x, words[1], self.kernel_group, sz[1])
-        return y if self.padded_n == self.n else y[:, : self.n]
+        return y if self.padded_n == self.n else y[:, : self.n].contiguous()
 
     def _panels(self, x: Tensor) -> Tensor:
         blocks = self.words.shape[1]
         step = max(1, PANEL_CODES // (self.padded_k * 2 * self.half))
-        outputs = [x @ self._panel(i, min(i + step, blocks), x.dtype) for i in range(0, blocks, step)]
+        starts = range(0, blocks, step)
+        outputs = [x @ self._panel(i, min(i + step, blocks), x.dtype) for i in starts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _panel(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Decoded weights of output blocks [start, end), transposed: (k, outputs) in `dtype`.
 
-        Equal to dequantize() rounded once. Every pass costs its bytes, so the integer work is done
-        on bytes: subtracting the zero there is 7 times cheaper than in bf16. The order of passes
-        and what lost to it are in docs/LOG.md.
+        Equal to dequantize() rounded once. A pass over bytes costs 0.04 ns a code, one in bf16 0.25
+        or more, so all that can be done on bytes is. What lost to these passes is in docs/LOG.md.
         """
         rows = slice(start * 2 * self.half, end * 2 * self.half)
         codes = self._codes(start, end).view(-1, self.group, rows.stop - rows.start)
@@ -146,13 +144,11 @@ class CpuOp:
             steps = codes.to(torch.int16).sub_(zeros)  # -255 to 255
         else:
             steps = codes.sub_(zeros).view(torch.int8)  # wraps around, as two's complement does
-        # A bf16 product rounds once, as wanted. Other pairs of dtypes are multiplied in fp32, as
-        # dequantize() does, and rounded after; fp16 too, because int8 -> fp16 is 8 times slower
-        # than int8 -> fp32.
+        # A bf16 product rounds once, as wanted. Others are taken in fp32, as dequantize() does, and
+        # rounded after; in fp16 too, because int8 -> fp16 is 8 times slower than int8 -> fp32.
         scales = self._scales()[:, None, rows]
         work = dtype if dtype == scales.dtype == torch.bfloat16 else torch.float32
-        # Strided scales, as they lie in sz, would cost this product its vector instructions: 6
-        # times slower.
+        # Strided scales, as they lie in sz, would keep the product off vector code: 6 times slower.
         weights = steps.to(work).mul_(scales.to(work).contiguous())
         outputs = min(rows.stop, self.n) - rows.start
         return weights.view(self.padded_k, -1)[: self.k, :outputs].to(dtype)
@@ -163,7 +159,7 @@ class CpuOp:
             codes = torch.empty(*words.shape[:2], 2, self.half, dtype=torch.uint8)
             codes[:, :, 0], codes[:, :, 1] = words, words >> 4
             planes.append(codes.bitwise_and_(15))
-        return planes[0] if len(planes) == 1 else planes[0] | planes[1] << 4
+        return planes[0] if len(planes) == 1 else planes[0].bitwise_or_(planes[1].mul_(16))
 
     def canonical(self) -> dict[str, Tensor]:
         codes = self._codes(0, self.words.shape[1]).view(self.padded_k, self.padded_n)
@@ -171,7 +167,7 @@ class CpuOp:
         if self.order is not None:
             codes = codes[:, torch.argsort(self.order)]
         scales = self._scales()[:, : self.n].T
-        zeros = scales if self.zeros is None else self.zeros[:, : self.n].T
+        zeros = scales if self.zeros is None else self.zeros[:, : self.n].T - self.moved
         tensors = self.scheme.pack(codes, scales, zeros)
         if self.g_idx is not None:
             tensors["weight_g_idx"] = self.g_idx

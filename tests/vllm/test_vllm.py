@@ -1,0 +1,243 @@
+"""Checkpoints of our quantizer in stock vLLM: they load unchanged and give the same greedy tokens.
+
+vLLM runs in an environment of its own (scripts/test_vllm.sh, worker.py); ours is transformers with
+QuantLinear. Both compute in bf16 and round differently, so the tokens of a random model would
+differ by chance. The small Llama therefore gets a head solved by least squares, which makes it
+recite 192 random tokens, each far ahead of the next candidate: rounding cannot change one, and a
+file read wrongly loses them all (test_faults_are_seen).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import billfish  # noqa: F401  registers packed loading with transformers
+from billfish.driver import Request, quantize
+from billfish.models.linear import QuantLinear
+from billfish.schemes.w4a16 import W4A16
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("BILLFISH_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
+PROMPTS, PROMPT_LENGTH, NEW = 12, 12, 16  # 192 positions to recite with 256 hidden dimensions
+VOCAB = 5120
+LOGIT = 8.5  # of the recited token, 0 for all others: probability one half
+NOISE = 0.25  # largest difference of a log-probability between two ways of rounding
+
+
+@dataclass(frozen=True)
+class Case:
+    scheme: W4A16
+    intermediate: int = 512
+    bias: bool = False
+
+
+CASES = {
+    "symmetric g64": Case(W4A16(4, 64)),
+    "symmetric g128, down_proj in 16 bit": Case(W4A16(4, 128), intermediate=448),
+    "asymmetric g64, biases": Case(W4A16(4, 64, symmetric=False), bias=True),
+    "asymmetric channel": Case(W4A16(4, -1, symmetric=False)),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens of every prompt, and what the model thought of them."""
+
+    tokens: list[list[int]]
+    logprobs: torch.Tensor  # (prompts, new) of the tokens
+    margins: torch.Tensor | None = None  # (prompts, new) logit of the token less the second best
+
+
+def recited() -> torch.Tensor:  # (PROMPTS, PROMPT_LENGTH + NEW)
+    source = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCAB, (PROMPTS, PROMPT_LENGTH + NEW), generator=source)
+
+
+def small_llama(case: Case) -> LlamaForCausalLM:
+    """Random; magnitude and mean change every 64 columns, so that no scale or zero is like another.
+
+    The vocabulary is that large for vLLM 0.32: its int4 kernel uses AMX without asking the kernel's
+    leave, oneDNN asks when it packs the head, and a head below 1 MiB a rank does not go to oneDNN.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+        attention_bias=case.bias,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "proj" in name and parameter.ndim == 2:
+            n, k = parameter.shape
+            grouped = parameter.data.view(n, k // 64, 64)
+            spread = torch.randn(2, n, k // 64, 1)
+            grouped += 0.01 * spread[0]
+            grouped *= 2 * (0.5 * spread[1]).exp()
+        elif name.endswith("bias"):
+            parameter.data.normal_()
+    return model.to(torch.bfloat16)
+
+
+def quantized(case: Case, folder: Path) -> Path:
+    """The small Llama that recites, as `quantize` writes it. The head is fitted to the quantized
+    model's own hidden states, so the model is quantized twice, before and after."""
+    model, sequences = small_llama(case), recited()
+    model.save_pretrained(folder / "dense")
+    request = Request(folder / "dense", folder / "quantized", case.scheme, method="rtn")
+    quantize(request)
+    trunk = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.float32).model
+    with torch.inference_mode():
+        states = trunk(sequences).last_hidden_state[:, PROMPT_LENGTH - 1 : -1].flatten(0, 1)
+    wanted = torch.nn.functional.one_hot(sequences[:, PROMPT_LENGTH:].flatten(), VOCAB)
+    head = LOGIT * torch.linalg.pinv(states.double()) @ wanted.double()
+    model.lm_head.weight.data = head.T.to(torch.bfloat16).contiguous()
+    model.save_pretrained(folder / "dense")
+    quantize(request, resume=False)
+    return request.output
+
+
+def ours(directory: Path, prompts: list[list[int]]) -> Answer:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    assert any(isinstance(module, QuantLinear) for module in model.modules())
+    tokens, logprobs, margins = [], [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits = torch.cat(result.logits).float()  # (NEW, vocabulary)
+        chosen = result.sequences[0, len(prompt) :]
+        best = logits.topk(2).values
+        tokens.append(chosen.tolist())
+        logprobs.append(logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+        margins.append(best[:, 0] - best[:, 1])
+    return Answer(tokens, torch.stack(logprobs), torch.stack(margins))
+
+
+def vllms(directory: Path, prompts: list[list[int]], tensor_parallel: int) -> Answer:
+    cpus = sorted(os.sched_getaffinity(0))
+    if not Path(PYTHON).exists():
+        pytest.fail(f"{PYTHON} is missing: run make test-vllm, or set BILLFISH_VLLM_PYTHON.")
+    if len(cpus) < tensor_parallel:
+        pytest.skip(f"tensor parallel {tensor_parallel} needs as many CPUs; here are {len(cpus)}")
+    environment = (
+        {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_INT4_W4A8": "0",  # by default it also rounds activations, to int8
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cpus[:tensor_parallel])),
+        }
+    )
+    worker = Path(__file__).with_name("worker.py")
+    arguments = [str(directory), str(tensor_parallel), json.dumps(prompts), str(NEW)]
+    done = subprocess.run(
+        [PYTHON, str(worker), *arguments],
+        env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, f"vLLM failed on {directory}:\n{done.stderr[-6000:]}"
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small matrices on shared cores: a second thread makes them ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
+def small(request, tmp_path_factory) -> tuple[Path, Answer]:
+    """A quantized small Llama and our answer, which is what it was made to recite."""
+    directory = quantized(CASES[request.param], tmp_path_factory.mktemp("small"))
+    sequences = recited()
+    answer = ours(directory, sequences[:, :PROMPT_LENGTH].tolist())
+    assert answer.tokens == sequences[:, PROMPT_LENGTH:].tolist()
+    assert float(answer.margins.min()) > LOGIT / 2
+    return directory, answer
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_same_tokens(small, tensor_parallel):
+    directory, expected = small
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    answer = vllms(directory, recited()[:, :PROMPT_LENGTH].tolist(), tensor_parallel)
+    difference = float((answer.logprobs - expected.logprobs).abs().max())
+    print(f"tensor parallel {tensor_parallel}: largest log-probability difference {difference:.3f}")
+    assert answer.tokens == expected.tokens
+    assert difference < NOISE
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+
+
+def nibbles(words: torch.Tensor) -> torch.Tensor:  # (..., 8)
+    return (words[..., None] >> (4 * torch.arange(8, dtype=torch.int32))) & 15
+
+
+def words(nibbles: torch.Tensor) -> torch.Tensor:
+    shifted = nibbles.long() << (4 * torch.arange(8))
+    return shifted.sum(-1).to(torch.int32)  # wraps: the top nibble holds the sign
+
+
+FAULTS = {
+    "scales of the next group": ("weight_scale", lambda scales: scales.roll(1, 1)),
+    "scales of the next row": ("weight_scale", lambda scales: scales.roll(1, 0)),
+    "zeros of the next row": (
+        "weight_zero_point",
+        lambda zeros: words(nibbles(zeros).roll(1, -1)),
+    ),
+    "zeros less one, as GPTQ stores them": (
+        "weight_zero_point",
+        lambda zeros: words((nibbles(zeros) - 1) & 15),
+    ),
+    "codes in AWQ's order": (
+        "weight_packed",
+        lambda codes: words(nibbles(codes)[..., [0, 2, 4, 6, 1, 3, 5, 7]]),
+    ),
+}
+
+
+def test_faults_are_seen(small, tmp_path):
+    """What the comparison is worth: one linear of 21 read wrongly is seen, whatever the mistake."""
+    directory, expected = small
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    linear = "model.layers.1.self_attn.o_proj"
+    original = load_file(directory / index[f"{linear}.weight_packed"])
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    for fault, (suffix, change) in FAULTS.items():
+        name = f"{linear}.{suffix}"
+        if name not in original or (original[name].shape[1] == 1 and "next group" in fault):
+            continue  # symmetric: no zeros; a scale a row: no next group
+        tensors = original | {name: change(original[name]).contiguous()}
+        save_file(tensors, tmp_path / index[name], metadata={"format": "pt"})
+        answer = ours(tmp_path, recited()[:, :PROMPT_LENGTH].tolist())
+        difference = float((answer.logprobs - expected.logprobs).abs().max())
+        wrong = sum(a != b for a, b in zip(answer.tokens, expected.tokens, strict=True))
+        print(f"{fault}: {wrong} of {PROMPTS} prompts, log-probabilities by {difference:.2f}")
+        assert wrong or difference > 2 * NOISE, fault
