@@ -55,8 +55,8 @@ class Format(StrEnum):
     compressed_tensors = "compressed-tensors"
 
 
-Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.", metavar="MODEL")]
-Dir = Annotated[Path, typer.Argument(help="Checkpoint directory.", metavar="DIR")]
+Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
+Dir = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Scheme = Annotated[SchemeName, typer.Option(help="What one weight becomes.")]
 MethodOption = Annotated[Method, typer.Option(help="How codes are chosen.")]
@@ -181,8 +181,8 @@ def verify(path: Dir, json_: Json = False) -> None:
 
 @app.command(epilog="Example: billfish convert ./smol-w4 ./smol-gptq --to gptq")
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC")],
-    target: Annotated[Path, typer.Argument(metavar="DST")],
+    source: Annotated[Path, typer.Argument(help="Packed checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write.")],
     to: Annotated[Format, typer.Option("--to", help="Format to write.")],
     json_: Json = False,
 ) -> None:

@@ -108,7 +108,7 @@ def test_eval_writes_report_and_json(models, tmp_path):
     ("arguments", "code", "message"),
     [
         (["quantize", "{source}"], 2, "--output"),
-        (["quantize", "{source}", "--output", "x", "--bits", "9"], 2, "9"),
+        (["quantize", "{source}", "--output", "x", "--bits", "9"], 2, "--bits"),
         (["quantize", "{source}", "--output", "x", "--method", "best"], 2, "best"),
         (["frobnicate"], 2, "frobnicate"),
         (["quantize", "/nowhere/at/all", "--output", "x"], 1, "no such directory"),

@@ -1,1 +1,1 @@
-"""Kernel, generation and serving benchmarks."""
+"""Measurements: generation now, kernels and serving when they exist."""

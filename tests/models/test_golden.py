@@ -13,7 +13,7 @@ import torch
 from foreign_fixtures import marlin_tensors
 
 from billfish.formats import layout
-from billfish.models.checkpoint import MANIFEST, finish, shard_name, write_json, write_shard
+from billfish.models.checkpoint import MANIFEST, finish, shard_name, write_shard
 from billfish.models.compressed import CompressedTensors, write_config
 from billfish.models.foreign import Awq, read_dialect
 from billfish.models.gptq import Gptq
@@ -88,13 +88,12 @@ def described(tensor):
 
 
 def write_directory(path):
-    """Two shards, a config, the index and the manifest."""
+    """Two shards, the index and the manifest."""
     scheme = W4A16(4, 32, symmetric=False)
     shards = [shard_name(number, 2) for number in (1, 2)]
     write_shard(path / shards[0], {"model.norm.weight": torch.arange(8).to(torch.bfloat16)})
     tensors = {f"x.{name}": tensor for name, tensor in canonical(scheme, 24, 96).items()}
     write_shard(path / shards[1], tensors | {"x.bias": torch.ones(24, dtype=torch.float16)})
-    write_json(path / "config.json", {"quantization_config": write_config(scheme, ["lm_head"])})
     finish(path, shards)
 
 
@@ -141,7 +140,7 @@ def test_a_shard_does_not_depend_on_the_order_of_its_tensors(tmp_path):
     tensors = {f"x.{name}": tensor for name, tensor in canonical(W4A16(4, 32), 24, 96).items()}
     write_shard(tmp_path / "a", tensors)
     write_shard(tmp_path / "b", dict(reversed(tensors.items())))
-    strided = {name: tensor.T.contiguous().T for name, tensor in tensors.items()}
+    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
     write_shard(tmp_path / "c", strided)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()
@@ -153,6 +152,13 @@ def test_one_version_everywhere(tmp_path):
     assert json.loads((tmp_path / MANIFEST).read_text())["version"] == version
     said = re.search(r"^Format version: (\d+)$", FORMAT.read_text(encoding="utf8"), re.MULTILINE)
     assert said is not None and int(said[1]) == version
+
+
+def test_the_config_of_the_page_is_a_real_one():
+    (example,) = re.findall(r"```json\n(.*?)```", FORMAT.read_text(encoding="utf8"), re.DOTALL)
+    scheme = W4A16(4, 32, symmetric=False)
+    assert json.loads(example) == write_config(scheme, ["lm_head"])
+    assert list(json.loads(example)) == list(write_config(scheme, ["lm_head"]))
 
 
 # --- words, as docs/FORMAT.md draws them ---------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from billfish.errors import UserError
 from billfish.formats.grid import group_count
 from billfish.schemes.w4a16 import cpu
 from billfish.schemes.w4a16.cpu import MAX_KERNEL_ROWS, CpuOp
@@ -91,8 +92,7 @@ def test_many_panels_decode_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
 def test_kernel_decodes_within_its_bound(case: Case) -> None:
-    """Symmetric codes of one plane: exact. Asymmetric: the group is shifted by at most 1/32 of a
-    step, then rounded. Two planes: each rounds its part of the weight, then comes their sum."""
+    """Symmetric: exact. Asymmetric: a group is shifted by at most 1/32 of a step, then rounded."""
     if cpu.kernel_half() is None:
         pytest.skip("no int4 kernel on this CPU: every call decodes panels")
     tensors = case.tensors()
@@ -104,15 +104,12 @@ def test_kernel_decodes_within_its_bound(case: Case) -> None:
     starts = range(0, case.k, MAX_KERNEL_ROWS)
     got = torch.cat([op._kernel(eye[i : i + MAX_KERNEL_ROWS], op.sz) for i in starts]).T.double()
     want = case.scheme.dequantize(tensors)
-    if case.scheme.bits <= 4 and case.scheme.symmetric:
+    if case.scheme.symmetric:
         assert torch.equal(got, want.bfloat16().double())
-        return
     scales = tensors["weight_scale"].double()[:, case.scheme.group_of_column(tensors)]
-    if case.scheme.bits <= 4:
-        bound = scales / 32 + (want.abs() + scales / 32) * 2**-8
-    else:  # low and its shift reach 9 steps, high what is left of the weight
-        bound = (2 * want.abs() + 2 * 9 * scales) * 2**-8
-    assert ((got - want.double()).abs() <= bound * (1 + 1e-6)).all()
+    shift = scales * (1 / 32 if case.scheme.bits <= 4 else 136 * 2**-16)
+    bound = shift + (want.abs() + shift) * 2**-8
+    assert ((got - want.double()).abs() <= bound).all()
 
 
 @every_dtype
@@ -180,3 +177,12 @@ def test_without_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 def test_refuses_other_devices() -> None:
     assert CpuOp.refuses(W4A16(), 64, 128, torch.device("cpu")) is None
     assert "model.to('cpu')" in (CpuOp.refuses(W4A16(), 64, 128, torch.device("cuda", 0)) or "")
+
+
+def test_groups_of_unequal_size_are_refused() -> None:
+    case = Case(W4A16(4, 64, has_g_idx=True))
+    tensors = case.tensors()
+    column = int((tensors["weight_g_idx"] == 0).nonzero()[0])
+    tensors["weight_g_idx"][column] = 1
+    with pytest.raises(UserError, match=r'63 to 65 columns.*op="reference"'):
+        CpuOp(case.scheme, tensors)

@@ -2,11 +2,12 @@
 
 Few rows of bf16 run through PyTorch's own int4 kernel (AVX512 or AVX2). More rows, fp32 and fp16
 activations, and groups the kernel does not take decode one panel of outputs at a time and multiply
-it. Codes of more than 4 bits are two 4-bit planes: code = 16 * high + low.
+it. Codes of more than 4 bits are two 4-bit planes, code = 16 * high + low, one after the other
+along k: the kernel multiplies [low, high] by [x, x], and its fp32 sums are rounded once.
 
 Words are in the kernel's own order, so that both paths read the same bytes:
 
-    block of 2h outputs, for each column k, h bytes:   byte j = code[j] | code[j + h] << 4
+    block of 2h outputs, for each plane and column k, h bytes:   byte j = code[j] | code[j + h] << 4
     h = 32 with AVX512, 16 with AVX2
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from billfish.errors import UserError
 from billfish.schemes.base import Tensors
 
 if TYPE_CHECKING:
@@ -47,15 +49,22 @@ class CpuOp:
         codes, zeros, scales = scheme.codes(tensors), scheme.zeros(tensors), tensors["weight_scale"]
         groups = scales.shape[1]
         self.g_idx = tensors["weight_g_idx"] if scheme.has_g_idx else None
-        # Columns of one group next to each other; x follows by one gather per call.
-        self.order = None if self.g_idx is None else torch.argsort(self.g_idx, stable=True)
-        if self.order is not None:
+        self.order: Tensor | None = None
+        if self.g_idx is not None:
+            sizes = self.g_idx.bincount(minlength=groups)
+            if bool((sizes != self.k // groups).any()):
+                raise UserError(
+                    f"weight_g_idx has groups of {int(sizes.min())} to {int(sizes.max())} columns; "
+                    f'op "cpu" runs groups of one size. op="reference" runs any, slowly.'
+                )
+            # Columns of one group next to each other; x follows by one gather per call.
+            self.order = torch.argsort(self.g_idx, stable=True)
             codes = codes[:, self.order]
 
-        planes = 1 if scheme.bits <= 4 else 2
+        self.planes = 1 if scheme.bits <= 4 else 2
         # Codes and zeros move so that the grid's middle is the kernel's own zero: its shift is then
         # exact for symmetric codes of every width, and as small as can be for asymmetric ones.
-        self.middle = 8 if planes == 1 else 128
+        self.middle = 8 if self.planes == 1 else 128
         self.moved = self.middle - scheme.grid.middle
         codes, zeros = codes + self.moved, zeros + self.moved
 
@@ -65,8 +74,8 @@ class CpuOp:
         self.group = self.padded_k // groups
         codes = pad(codes, (0, self.padded_k - self.k, 0, self.padded_n - self.n))
         self.half = kernel_half() or 32
-        nibbles = [codes] if planes == 1 else [codes & 15, codes >> 4]
-        self.words = torch.stack([block_words(plane, self.half) for plane in nibbles])
+        nibbles = codes if self.planes == 1 else torch.cat([codes & 15, codes >> 4], dim=1)
+        self.words = block_words(nibbles, self.half)
 
         scales, zeros = self._by_group(scales), self._by_group(zeros)
         self.zeros = None if scheme.symmetric else zeros
@@ -81,26 +90,27 @@ class CpuOp:
         return pad(values, (0, 0, 0, self.padded_n - self.n)).T.contiguous()
 
     def _kernel_scales(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """(planes, k / kernel group, n, 2) bf16: the kernel computes (code - 8) * scale + shift.
+        """(planes * k / kernel group, n, 2) bf16: the kernel computes (code - 8) * scale + shift.
 
         Symmetric: the shift is 0 (one plane) or 8 * scale (two), exact. Asymmetric: that of one
         plane is rounded to bf16, which moves a whole group by at most 2^-8 of eight steps, 1/32 of
         a step; two planes have two shifts that add up: the second takes what the first one lost.
         """
-        if self.words.shape[0] == 1:
-            parts = [scale, (8 - zero) * scale]
+        if self.planes == 1:
+            sz = torch.stack([scale, (8 - zero) * scale], dim=-1)
         else:  # code - zero = (low - 8) + 16 * (high - 8) + (136 - zero)
             shift = (136 - zero) * scale
             rounded = shift.bfloat16().float()
-            parts = [scale, shift - rounded, 16 * scale, rounded]
-        sz = torch.stack(parts, dim=-1).to(torch.bfloat16).view(*scale.shape, -1, 2).movedim(2, 0)
-        return sz.repeat_interleave(self.group // self.kernel_group, dim=1)
+            low = torch.stack([scale, shift - rounded], dim=-1)
+            sz = torch.cat([low, torch.stack([16 * scale, rounded], dim=-1)])
+        return sz.to(torch.bfloat16).repeat_interleave(self.group // self.kernel_group, dim=0)
 
     def _scales(self) -> Tensor:  # (g, padded n)
         if self.scales is not None:
             return self.scales
         assert self.sz is not None
-        return self.sz[0, :: self.group // self.kernel_group, :, 0]
+        low = self.sz[: self.padded_k // self.kernel_group]
+        return low[:: self.group // self.kernel_group, :, 0]
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape
@@ -116,16 +126,14 @@ class CpuOp:
     def _kernel(self, x: Tensor, sz: Tensor) -> Tensor:
         if self.padded_k != self.k:
             x = pad(x, (0, self.padded_k - self.k))
-        x = x.contiguous()
+        x = x.contiguous() if self.planes == 1 else torch.cat([x, x], dim=1)
+        words = self.words.view(self.padded_n, -1)
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        words = self.words.view(-1, self.padded_n, self.padded_k // 2)
-        y: Tensor = multiply(x, words[0], self.kernel_group, sz[0])
-        if len(words) == 2:
-            y = y + multiply(x, words[1], self.kernel_group, sz[1])
+        y: Tensor = multiply(x, words, self.kernel_group, sz)
         return y if self.padded_n == self.n else y[:, : self.n].contiguous()
 
     def _panels(self, x: Tensor) -> Tensor:
-        blocks = self.words.shape[1]
+        blocks = len(self.words)
         step = max(1, PANEL_CODES // (self.padded_k * 2 * self.half))
         starts = range(0, blocks, step)
         outputs = [x @ self._panel(i, min(i + step, blocks), x.dtype) for i in starts]
@@ -153,16 +161,18 @@ class CpuOp:
         outputs = min(rows.stop, self.n) - rows.start
         return weights.view(self.padded_k, -1)[: self.k, :outputs].to(dtype)
 
-    def _codes(self, start: int, end: int) -> Tensor:  # (k, outputs of the blocks) uint8
-        planes = []
-        for words in self.words[:, start:end].transpose(1, 2):  # (k, blocks, half)
-            codes = torch.empty(*words.shape[:2], 2, self.half, dtype=torch.uint8)
-            codes[:, :, 0], codes[:, :, 1] = words, words >> 4
-            planes.append(codes.bitwise_and_(15))
-        return planes[0] if len(planes) == 1 else planes[0].bitwise_or_(planes[1].mul_(16))
+    def _codes(self, start: int, end: int) -> Tensor:  # (k, blocks, 2, half) uint8
+        words = self.words[start:end].transpose(0, 1)  # (planes * k, blocks, half)
+        codes = torch.empty(*words.shape[:2], 2, self.half, dtype=torch.uint8)
+        codes[:, :, 0], codes[:, :, 1] = words, words >> 4
+        codes &= 15
+        if self.planes == 1:
+            return codes
+        low, high = codes.chunk(2)
+        return low.bitwise_or_(high.mul_(16))
 
     def canonical(self) -> dict[str, Tensor]:
-        codes = self._codes(0, self.words.shape[1]).view(self.padded_k, self.padded_n)
+        codes = self._codes(0, len(self.words)).view(self.padded_k, self.padded_n)
         codes = codes.T[: self.n, : self.k] - self.moved
         if self.order is not None:
             codes = codes[:, torch.argsort(self.order)]
