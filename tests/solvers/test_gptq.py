@@ -123,7 +123,7 @@ def test_arguments_are_left_alone():
     hessian[3] = hessian[:, 3] = 0
     before = [tensor.clone() for tensor in (weight, hessian, scale, zero)]
     solve(weight, Factor.of(hessian), Grid(4), scale, zero)
-    undrift(weight, hessian, hessian)
+    undrift(hessian, hessian)
     for tensor, copy in zip((weight, hessian, scale, zero), before, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -267,19 +267,19 @@ def test_undrift_is_the_least_squares_solution(monkeypatch):
     monkeypatch.setattr(gptq, "DAMPING", (1e-9,))
     x, y, statistics = drifted()
     weight = problem(Grid(4))[0]
-    target = undrift(weight, statistics.hessian, statistics.drift)
+    target = weight + weight @ undrift(statistics.hessian, statistics.drift)
     exact = torch.linalg.lstsq(x.double(), y.double() @ weight.double().T).solution.T
     assert torch.allclose(target.double(), exact, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(target, weight, atol=0.05)
     monkeypatch.setattr(gptq, "UNDRIFT", 0.25)
-    part = undrift(weight, statistics.hessian, statistics.drift)
-    assert torch.allclose(part, weight + 0.25 * (target - weight), atol=1e-5)
+    part = weight @ undrift(statistics.hessian, statistics.drift)
+    assert torch.allclose(part, 0.25 * (target - weight), atol=1e-5)
 
 
 def test_undrift_brings_the_output_nearer_to_the_original():
     x, y, statistics = drifted()
     weight = problem(Grid(4))[0]
-    target = undrift(weight, statistics.hessian, statistics.drift)
+    target = weight + weight @ undrift(statistics.hessian, statistics.drift)
     before, after = ((v @ x.T - weight @ y.T).square().sum() for v in (weight, target))
     assert after < 0.7 * before
     plain = quantize(W4A16(8, SIZE), weight, known(statistics.hessian), "gptq", torch.float32)
@@ -288,12 +288,16 @@ def test_undrift_brings_the_output_nearer_to_the_original():
     assert apart[1] < 0.7 * apart[0]
 
 
-def test_undrift_leaves_the_weight_where_it_cannot_be_solved():
+def test_undrift_gives_up_where_it_cannot_be_solved():
     weight, hessian, _, _ = problem(Grid(4))
-    assert torch.equal(undrift(weight, torch.zeros(K, K), hessian), weight)
-    assert torch.equal(undrift(weight, hessian, hessian * torch.nan), weight)
-    assert torch.equal(undrift(weight, broken(torch.nan), hessian), weight)
-    assert torch.equal(undrift(weight, hessian, torch.zeros(K, K)), weight)
+    assert undrift(torch.zeros(K, K), hessian) is None
+    assert undrift(hessian, hessian * torch.nan) is None
+    assert undrift(broken(torch.nan), hessian) is None
+    assert torch.equal(undrift(hessian, torch.zeros(K, K)), torch.zeros(K, K))
+    plain = quantize(W4A16(4, SIZE), weight, known(hessian), "gptq", torch.bfloat16)
+    given_up = known(hessian, hessian * torch.nan)
+    solved = quantize(W4A16(4, SIZE), weight, given_up, "gptq", torch.bfloat16)
+    assert torch.equal(solved.codes, plain.codes)
 
 
 # --- quantize ------------------------------------------------------------------------------------
@@ -325,7 +329,7 @@ def test_rows_at_a_time_change_nothing(method, monkeypatch):
     _, _, statistics = drifted()
     weight = torch.randn(150, K, generator=torch.Generator().manual_seed(3))
     whole = quantize(W4A16(4, SIZE, False), weight, statistics, method, torch.bfloat16)
-    monkeypatch.setattr(methods, "ROW_CODES", 0)  # 64 rows at a time
+    monkeypatch.setitem(methods.ROW_CODES, "cpu", 0)  # 64 rows at a time
     parts = quantize(W4A16(4, SIZE, False), weight, statistics, method, torch.bfloat16)
     for name in ("codes", "scales", "zeros", "decoded"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name

@@ -2,8 +2,8 @@
 
     python worker.py DIRECTORY TENSOR_PARALLEL PROMPTS MAX_TOKENS
 
-PROMPTS is JSON, a list of lists of token ids, so that no tokenizer is needed. The last line of stdout
-is JSON: {"tokens": [[id, ...], ...], "logprobs": [[of the token chosen, ...], ...]}.
+PROMPTS is JSON, a list of lists of token ids, so that no tokenizer is needed. The last line of
+stdout is JSON: {"tokens": [[id, ...], ...], "logprobs": [[of the token chosen, ...], ...]}.
 """
 
 import json

