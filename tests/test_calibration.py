@@ -287,5 +287,7 @@ def test_rows_of_a_data_set(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = calibration("some/name", Words(), 9, 300, 0)
     assert [len(sequence) for sequence in found.sequences] == [300, 40]
+    kept = f"{text(300)}\0{text(40)}"  # and no document "None"
+    assert found.sha256 == hashlib.sha256(kept.encode()).hexdigest()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"content": "a"}]))
     assert "with a 'text' column" in refused("some/name")
