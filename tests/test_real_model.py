@@ -22,7 +22,7 @@ def packed(original):
     for method in ("rtn", "gptq"):
         output[method] = original.parent / method
         scheme = W4A16(bits=4, group_size=64)
-        quantize(Request(original, output[method], scheme, method=method, nsamples=8, seqlen=256))
+        quantize(Request(original, output[method], scheme, method=method, nsamples=16, seqlen=256))
     return output
 
 
@@ -38,7 +38,7 @@ def test_gptq_keeps_what_rounding_loses(original, packed):
     rtn, before, far = perplexity(packed["rtn"], original)
     gptq, _, near = perplexity(packed["gptq"], original)
     assert 5 < before < 40  # a language model, not noise
-    assert before < gptq < 1.2 * before
+    assert before < gptq < 1.25 * before
     assert rtn - before > 1.5 * (gptq - before)
     assert near < 0.6 * far
 
