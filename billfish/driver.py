@@ -10,9 +10,9 @@ bytes as one that was never stopped.
     out/.billfish/                         the job while it runs: settings, reports, activations
 """
 
+import ctypes
 import hashlib
 import json
-import os
 import platform
 import shutil
 import time
@@ -40,6 +40,7 @@ from billfish.schemes.w4a16.quantize import METHODS, NEEDS_DATA, Solved
 from billfish.version import __version__
 
 JOB = ".billfish"
+M_MMAP_THRESHOLD = -3  # malloc.h
 REPORT = "quantization_report.json"
 
 
@@ -214,6 +215,7 @@ class Job:
         if not self._shard(0).exists():
             self._write_outside()
         self.model.model.eval()
+        return_freed_memory()
         started = time.monotonic()
         for index in range(first, blocks):
             self._run_block(index, hidden, arguments, on_progress)
@@ -385,5 +387,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def set_threads(count: int | None) -> None:
-    torch.set_num_threads(count or os.cpu_count() or 1)
+def return_freed_memory() -> None:
+    """Let glibc give every freed tensor back at once. By default its threshold for doing so grows
+    with what is freed, and a job that streams block after block keeps the holes between them."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)

@@ -324,7 +324,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 def test_the_model_streams(tmp_path):
     """Weights are at least 4 times the resident memory that quantizing them adds at its peak."""
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 14}
+    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 26}
     config = transformers.LlamaConfig(
         **wide, vocab_size=128, num_attention_heads=8, num_key_value_heads=4, bos_token_id=0,
         eos_token_id=0,
@@ -333,7 +333,7 @@ def test_the_model_streams(tmp_path):
         model = transformers.LlamaForCausalLM(config)
     source = tmp_path / "source"
     source.mkdir()
-    block = torch.randn(4096, 1024) * 0.02
+    block = torch.randn(2048, 1024) * 0.02
     shards, count = [], wide["num_hidden_layers"]
     for index in [*range(count), None]:
         prefix = "" if index is None else f"model.layers.{index}."

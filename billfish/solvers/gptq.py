@@ -32,9 +32,10 @@ def undrift(hessian: Tensor, drift: Tensor) -> Tensor | None:
     |V x - W y|^2: V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. None where
     the damped Hessian still cannot be solved.
     """
-    damping = DAMPING[0] * hessian.diagonal().mean()
-    damped = hessian + damping * torch.eye(len(hessian), device=hessian.device)
+    damped = hessian.clone()
+    damped.diagonal().add_(DAMPING[0] * hessian.diagonal().mean())
     lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if failed:
         return None
     step = UNDRIFT * torch.cholesky_solve(drift.T, lower).T
@@ -47,21 +48,24 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
     mean = hessian.diagonal().mean()
     for dtype in (torch.float32, torch.float64):
         for damping in DAMPING:
-            damped = hessian.to(dtype)
-            damped = damped + torch.eye(len(damped), dtype=dtype, device=damped.device) * (
-                damping * mean
-            )
-            lower, failed = torch.linalg.cholesky_ex(damped)
-            if failed or not torch.isfinite(lower).all():
-                continue
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if failed or not torch.isfinite(upper).all():
-                continue
-            plain = damping == DAMPING[0] and dtype == torch.float32
-            return upper.float(), None if plain else f"damping {damping}, {dtype}".replace(
-                "torch.", ""
-            )
+            # One k x k matrix is 0.8 GB at k = 14336, so each is dropped as soon as it has served.
+            factor = hessian.to(dtype, copy=True)
+            factor.diagonal().add_(damping * mean)
+            for step in (torch.linalg.cholesky_ex, _inverse_cholesky):
+                factor, failed = step(factor)
+                if failed or not bool(torch.isfinite(factor).all()):
+                    break
+            else:
+                plain = damping == DAMPING[0] and dtype == torch.float32
+                name = str(dtype).removeprefix("torch.")
+                return factor.float(), None if plain else f"damping {damping}, {name}"
     return None
+
+
+def _inverse_cholesky(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper factor of the inverse of L L^T, and whether it failed."""
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return upper, failed
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Factor:
         dead = diagonal == 0
         diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
         order = torch.argsort(diagonal, descending=True, stable=True)
-        found = inverse_factor(hessian[order][:, order])
+        found = inverse_factor(hessian[order[:, None], order])
         return None if found is None else Factor(order, *found)
 
 

@@ -24,8 +24,10 @@ class Statistics:
         self._outer = torch.zeros(self.k, self.k, device=self.device)
         self._magnitude = torch.zeros(self.k, device=self.device)
         self._drift: Tensor | None = None
+        self._averaged = False
 
     def add(self, x: Tensor, original: Tensor | None = None) -> None:  # (..., k) any float dtype
+        assert not self._averaged, "add() after the means were read"
         x = x.detach().reshape(-1, self.k).float()
         self._outer.addmm_(x.T, x)
         if original is not None:
@@ -35,26 +37,33 @@ class Statistics:
         self._magnitude += x.abs().sum(0)
         self.tokens += x.shape[0]
 
+    def _average(self) -> None:
+        """Sums become means in place, once: for a second k x k copy there is least room."""
+        if not self._averaged:
+            for total in (self._outer, self._magnitude, self._drift):
+                if total is not None:
+                    total /= max(self.tokens, 1)
+            self._averaged = True
+
     @property
-    def hessian(self) -> Tensor:  # (k, k) fp32
-        return self._outer / max(self.tokens, 1)
+    def hessian(self) -> Tensor:  # (k, k) fp32; not a copy
+        self._average()
+        return self._outer
 
     @property
     def drift(self) -> Tensor | None:  # (k, k) fp32
-        return None if self._drift is None else self._drift / max(self.tokens, 1)
-
-    def rescale(self, factor: Tensor) -> None:  # (k,)
-        """As if every input had been multiplied by `factor` (AWQ folds scales into the layer
-        before)."""
-        outer = factor[:, None] * factor[None, :]
-        self._outer *= outer
-        if self._drift is not None:
-            self._drift *= outer
-        self._magnitude *= factor
+        self._average()
+        return self._drift
 
     @property
     def magnitude(self) -> Tensor:  # (k,) fp32
-        return self._magnitude / max(self.tokens, 1)
+        self._average()
+        return self._magnitude
+
+    def rescale(self, factor: Tensor) -> None:  # (k,)
+        """As if every input had been multiplied by `factor`, which AWQ folds into the layer before."""
+        self._outer *= factor[:, None] * factor[None, :]
+        self._magnitude *= factor
 
 
 def output_energy(weight: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:  # (n, 2)
