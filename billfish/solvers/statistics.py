@@ -61,8 +61,10 @@ class Statistics:
         return self._magnitude
 
     def rescale(self, factor: Tensor) -> None:  # (k,)
-        """As if every input had been multiplied by `factor`, which AWQ folds into the layer before."""
-        self._outer *= factor[:, None] * factor[None, :]
+        """As if every input had been multiplied by `factor`: AWQ folds it into the layer before."""
+        for total in (self._outer, self._drift):
+            if total is not None:
+                total *= factor[:, None] * factor[None, :]
         self._magnitude *= factor
 
 
