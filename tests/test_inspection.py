@@ -160,5 +160,5 @@ def test_inspect_goes_on_where_one_layer_does_not_fit(ours):
 def test_damaged_header_is_an_error_for_users(ours):
     shard = ours / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes().replace(b'"data_offsets"', b'"data_offsetz"', 1))
-    with pytest.raises(UserError, match="model-00002-of-00003.safetensors: .* is damaged"):
+    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors: .* is damaged"):
         inspect(ours)
