@@ -13,7 +13,6 @@ bytes as one that was never stopped.
 import ctypes
 import hashlib
 import json
-import platform
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -35,9 +33,9 @@ from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.compressed import write_config
 from billfish.models.hf import Checkpoint, read_json
+from billfish.provenance import data_digest, sampled_digest, versions
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.quantize import METHODS, NEEDS_DATA, Solved
-from billfish.version import __version__
 
 JOB = ".billfish"
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -139,21 +137,21 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for two runs to give the same bytes."""
         request = self.request
-        shards = {entry.file for entry in self.source.entries.values()}
+        shards = sorted({entry.file for entry in self.source.entries.values()})
         header = json.dumps(
             {n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()}
         )
         return {
             "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
             "method": request.method,
-            "data": request.data,
+            "data": data_digest(request.data) if NEEDS_DATA[request.method] else None,
             "nsamples": request.nsamples,
             "seqlen": request.seqlen,
             "seed": request.seed,
             "device": request.device,
             "dtype": str(self.dtype).removeprefix("torch."),
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),
-            "model_bytes": sum((self.source.path / shard).stat().st_size for shard in shards),
+            "model_samples_sha256": sampled_digest([self.source.path / shard for shard in shards]),
             "versions": versions(),
             "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -295,8 +293,17 @@ class Job:
     def _hidden_file(self, index: int) -> Path:
         return self.state / f"hidden-{index:05d}.safetensors"
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        cast = tensor.to(self.dtype)
+        problem = files.first_nonfinite(name, cast)
+        if problem:
+            raise UserError(
+                f"{problem} once it is cast to {self.dtype}: too large for it. "
+                "Choose --dtype bfloat16 or float32."
+            )
+        return cast
 
     def _write_outside(self) -> None:
         inside = {
@@ -304,7 +311,7 @@ class Job:
         }
         names = [name for name in self.source if name not in inside]
         files.write_shard(
-            self._shard(0), {name: self._cast(self.model.read(name)) for name in names}
+            self._shard(0), {name: self._cast(name, self.model.read(name)) for name in names}
         )
 
     def _write_block(self, index: int, packed: dict[str, Tensor]) -> None:
@@ -320,7 +327,7 @@ class Job:
         for name in self.model.stored_block(index):
             if name.removesuffix(".weight") + ".weight_packed" not in packed:
                 tensor = parameters[name].data if name in parameters else self.model.read(name)
-                tensors[name] = self._cast(tensor).cpu()
+                tensors[name] = self._cast(name, tensor).cpu()
         files.write_shard(self._shard(index + 1), tensors)
 
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
@@ -376,15 +383,6 @@ def stored_dtype(source: Checkpoint) -> torch.dtype:
     name = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), torch.float32)
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-
-
-def versions() -> dict[str, str]:
-    return {
-        "billfish": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def return_freed_memory() -> None:

@@ -61,6 +61,8 @@ def quantize(
     note = None
     if hessian is None and method != "rtn":
         note = "saw no calibration token: rounded to nearest"
+    if hessian is not None and method == "awq" and not bool(torch.isfinite(hessian).all()):
+        note, hessian = "calibration inputs are not finite: rounded to nearest", None
     factor = gptq.Factor.of(hessian) if hessian is not None and method == "gptq" else None
     if factor is not None:
         note = factor.note
