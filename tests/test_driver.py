@@ -215,7 +215,35 @@ def test_an_unfinished_job_of_another_kind_is_not_mixed(tmp_path, llama, text, m
         quantize(request(llama, tmp_path / "out", text, seed=7))
 
 
+def test_edited_text_or_other_weights_are_another_job(tmp_path, llama, text, monkeypatch):
+    def stop(self, data):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.Job, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(request(llama, tmp_path / "out", text))
+    original = Path(text).read_text()
+    Path(text).write_text(original.replace("a", "b"))
+    with pytest.raises(UserError, match="data was"):
+        quantize(request(llama, tmp_path / "out", text))
+    Path(text).write_text(original)
+    tensors = load_file(llama / "model.safetensors")
+    finetuned = {name: tensor + 0.01 for name, tensor in tensors.items()}
+    save_file(finetuned, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model_samples_sha256 was"):
+        quantize(request(llama, tmp_path / "out", text))
+
+
 # -- wrong input
+
+
+def test_values_too_large_for_fp16_are_named(tmp_path, llama, text):
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.norm.weight"][2] = 1e6
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds inf at \[2\] once it is cast"):
+        quantize(request(llama, tmp_path / "out", text, dtype=torch.float16))
 
 
 def test_errors_name_what_is_wrong_and_write_nothing(tmp_path, llama, text):
