@@ -203,26 +203,24 @@ def test_a_finished_directory_is_kept_resumed_or_replaced(tmp_path, llama, text)
     assert contents(out) != before
 
 
-def test_an_unfinished_job_of_another_kind_is_not_mixed(tmp_path, llama, text, monkeypatch):
+def stop_before_the_end(monkeypatch, wanted):
     def stop(self, data):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(driver.Job, "_finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            quantize(request(llama, tmp_path / "out", text))
+            quantize(wanted)
+
+
+def test_an_unfinished_job_of_another_kind_is_not_mixed(tmp_path, llama, text, monkeypatch):
+    stop_before_the_end(monkeypatch, request(llama, tmp_path / "out", text))
     with pytest.raises(UserError, match="seed was 0, is 7"):
         quantize(request(llama, tmp_path / "out", text, seed=7))
 
 
 def test_edited_text_or_other_weights_are_another_job(tmp_path, llama, text, monkeypatch):
-    def stop(self, data):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.Job, "_finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(request(llama, tmp_path / "out", text))
+    stop_before_the_end(monkeypatch, request(llama, tmp_path / "out", text))
     original = Path(text).read_text()
     Path(text).write_text(original.replace("a", "b"))
     with pytest.raises(UserError, match="data was"):
