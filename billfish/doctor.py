@@ -1,8 +1,8 @@
 """What this machine can do for Billfish, and what to do about what it cannot: `billfish doctor`.
 
 A problem is something that will not work, and always comes with a fix; a note is something that
-could be faster, is untested or is not there yet. Only looks: nothing is created, installed or
-compiled, and no package is imported for its version alone.
+could be faster, is untested or is not there yet. Only looks: nothing is written or installed, and
+no package is imported for its version alone. One tiny kernel is compiled, in memory.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import stat
+import time
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -18,12 +19,18 @@ from typing import Literal
 
 import torch
 
+from billfish.errors import UserError
+from billfish.kernels import jit
+from billfish.kernels.cache import directory as cache_directory
+from billfish.kernels.device import gpu as gpu_of
+from billfish.kernels.launch import Loaded, LoadError
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cpu import kernel_half
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 DRIVER = Path("/proc/driver/nvidia/version")
+PROBE = jit.Program(Path(jit.__file__).parent / "probe.cuh", "billfish::probe<3>")
 LITTLE_DISK = 10**9  # bytes: less than this and a cache of kernels may not fit
 
 Version = tuple[int, ...]
@@ -61,7 +68,8 @@ EXTRAS = {  # package -> (extra, what it is for)
 def diagnose() -> list[Finding]:
     found = [python(), *(package(wanted) for wanted in REQUIRED)]
     found += [extra(name) for name in EXTRAS]
-    found += [cpu(), threads(), int4_kernel(), gpu(), nvrtc(), cache(), disk(), hub()]
+    found += [cpu(), threads(), int4_kernel(), gpu(), nvrtc(), kernels()]
+    found += [cache(), disk(), hub()]
     return found
 
 
@@ -173,12 +181,6 @@ def int4_kernel() -> Finding:
 
 
 def gpu() -> Finding:
-    runs = any(
-        op.refuses(W4A16(), 4096, 4096, torch.device("cuda")) is None for op in W4A16().ops()[:-1]
-    )
-    kernels = "" if runs else (
-        " The CUDA kernels of w4a16 are not in this version; models run on the CPU."
-    )  # fmt: skip
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(0)
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -186,19 +188,25 @@ def gpu() -> Finding:
             f"{torch.cuda.get_device_name(0)}, compute capability {major}.{minor}, "
             f"{memory / 2**30:.0f} GiB; {torch.cuda.device_count()} in all."
         )
-        return Finding("gpu", "ok" if runs else "note", detail + kernels)
+        fast = W4A16().ops()[:-1]
+        device = torch.device("cuda")
+        if any(op.refuses(W4A16(), 4096, 4096, device) is None for op in fast):
+            return Finding("gpu", "ok", detail)
+        return Finding(
+            "gpu", "note", f"{detail} w4a16 has no kernel for it; models run on the CPU."
+        )
     if not DRIVER.is_file() and shutil.which("nvidia-smi") is None:
-        return Finding("gpu", "ok", "none that PyTorch or an NVIDIA driver knows." + kernels)
+        return Finding("gpu", "ok", "none that PyTorch or an NVIDIA driver knows.")
     if torch.version.cuda is None:
         detail = f"an NVIDIA driver is here, but PyTorch {torch.__version__} is a CPU-only build."
         fix = "For a GPU, install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
-        return Finding("gpu", "note", detail + kernels, fix)
+        return Finding("gpu", "note", detail, fix)
     detail = (
         f"an NVIDIA driver is here, but PyTorch {torch.__version__} (CUDA {torch.version.cuda}) "
         "finds no device."
     )
     fix = "Check CUDA_VISIBLE_DEVICES, and with nvidia-smi that the driver is new enough."
-    return Finding("gpu", "note", detail + kernels, fix)
+    return Finding("gpu", "note", detail, fix)
 
 
 def nvrtc() -> Finding:
@@ -219,6 +227,45 @@ def nvrtc() -> Finding:
     return Finding("nvrtc", "ok", f"{major}.{minor}")
 
 
+def kernels() -> Finding:
+    """Compiles the smallest kernel and, if there is a GPU, runs it and looks at the numbers."""
+    here = torch.cuda.is_available()
+    arch = gpu_of().arch if here else "sm_90a"
+    begin = time.perf_counter()
+    try:
+        cubin = jit.compile(PROBE, arch)  # not from the cache: the compiler is what is looked at
+        seconds = time.perf_counter() - begin
+        if not here:
+            return Finding("kernels", "ok", f"compile ({arch}, {seconds:.2f} s); no GPU to run on")
+        wrong = run_probe(cubin)
+    except (UserError, RuntimeError) as error:
+        fix = "pip install 'billfish[cuda]'"
+        if isinstance(error, jit.CompileError):
+            fix = f"Install an NVRTC that knows {arch}: {fix}"
+        elif isinstance(error, LoadError):
+            fix = "Update the NVIDIA driver: what NVRTC 13.x compiles needs 580 or newer."
+        elif not isinstance(error, UserError):
+            fix = "See nvidia-smi: whether the GPU is healthy, free and has memory left."
+        detail = " ".join(str(error).split())
+        return Finding("kernels", "problem" if here else "note", detail, fix)
+    if wrong:
+        fix = "Test the GPU (nvidia-smi -q -d ECC), and that PyTorch and the driver fit together."
+        return Finding("kernels", "problem", f"compile and run, but {wrong}", fix)
+    return Finding("kernels", "ok", f"compile ({arch}, {seconds:.2f} s), run, and compute right")
+
+
+def run_probe(cubin: jit.Cubin) -> str | None:
+    """What is wrong with its numbers; the kernel is y[i] = 3 x[i] + i."""
+    x = torch.arange(1000, dtype=torch.float32, device="cuda").flip(0)
+    y = torch.empty_like(x)
+    block = 128
+    arguments = (y.data_ptr(), x.data_ptr(), len(x))
+    Loaded(cubin, gpu_of(), PROBE.name).launch(-(-len(x) // block), block, arguments)
+    expected = 3 * x.cpu() + torch.arange(len(x))
+    different = int((y.cpu() != expected).sum())
+    return f"{different} of {len(x)} numbers are wrong." if different else None
+
+
 def importable(name: str) -> bool:
     try:
         return util.find_spec(name) is not None
@@ -227,14 +274,6 @@ def importable(name: str) -> bool:
 
 
 # -- places
-
-
-def cache_directory() -> Path:
-    own = os.environ.get("BILLFISH_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path("~/.cache").expanduser()) / "billfish"
 
 
 def nearest(path: Path) -> Path:

@@ -9,6 +9,10 @@ import torch
 
 from billfish import doctor
 from billfish.doctor import Finding, Package, diagnose, release
+from billfish.errors import UserError
+from billfish.kernels.device import Gpu
+from billfish.kernels.jit import CompileError
+from billfish.kernels.launch import LoadError
 
 INTEL = """processor\t: 0
 model name\t: Some Xeon
@@ -38,7 +42,9 @@ def test_here():
     """The machine the tests run on can run them."""
     found = diagnose()
     assert all(isinstance(finding, Finding) for finding in found)
-    assert {"python", "torch", "transformers", "cpu", "gpu", "cache"} <= {f.name for f in found}
+    assert {"python", "torch", "transformers", "cpu", "gpu", "kernels", "cache"} <= {
+        f.name for f in found
+    }
     assert [f.name for f in found if f.status == "problem" and f.name != "cache"] == []
     assert all(f.fix for f in found if f.status == "problem")
 
@@ -125,10 +131,10 @@ def test_int4_kernel(half, status, monkeypatch):
 # -- GPU
 
 
-def test_no_gpu(no_gpu):
+def test_no_gpu(no_gpu, monkeypatch):
+    monkeypatch.setattr(doctor.W4A16, "ops", lambda self: pytest.fail("no GPU to ask them about"))
     found = doctor.gpu()
-    assert found.status == "ok"
-    assert "not in this version; models run on the CPU" in found.detail
+    assert (found.status, found.fix) == ("ok", None) and found.detail.startswith("none")
 
 
 def test_driver_but_cpu_build(no_gpu, monkeypatch):
@@ -141,20 +147,83 @@ def test_driver_but_cpu_build(no_gpu, monkeypatch):
     assert "finds no device" in found.detail and "CUDA_VISIBLE_DEVICES" in found.fix
 
 
-def test_gpu_without_kernels(monkeypatch):
+@pytest.fixture
+def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    known = Gpu(0, "NVIDIA H100", "sm_90a", 132, 232448, 233472, 50 * 2**20)
+    monkeypatch.setattr(doctor, "gpu_of", lambda: known)
+
+
+def test_gpu_and_its_kernels(h100, monkeypatch):
+    asked = []
+
+    def answers(reason):
+        def refuses(scheme, n, k, device):
+            asked.append(device)
+            return reason
+
+        op = SimpleNamespace(refuses=refuses)
+        monkeypatch.setattr(doctor.W4A16, "ops", lambda self: (op, None))  # the reference is last
+
+    answers("it is old.")
     found = doctor.gpu()
     assert "NVIDIA H100, compute capability 9.0, 80 GiB; 2 in all." in found.detail
     assert found.status == "note" and "models run on the CPU" in found.detail
-    willing = SimpleNamespace(refuses=lambda scheme, n, k, device: None)
-    monkeypatch.setattr(doctor.W4A16, "ops", lambda self: (willing, None))
+    answers(None)
     found = doctor.gpu()
     assert found.status == "ok" and "CPU" not in found.detail
+    assert asked == [torch.device("cuda")] * 2
+
+
+def test_kernels_without_a_gpu(no_gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("BILLFISH_CACHE_DIR", str(tmp_path / "cache"))
+    found = doctor.kernels()
+    assert found.status == "ok" and "compile (sm_90a" in found.detail and "no GPU" in found.detail
+    assert not (tmp_path / "cache").exists()  # doctor only looks
+
+    def gone(program, arch):
+        raise UserError("NVRTC is not here (libnvrtc). pip install 'billfish[cuda]'")
+
+    monkeypatch.setattr(doctor.jit, "compile", gone)
+    found = doctor.kernels()
+    assert (found.status, found.fix) == ("note", "pip install 'billfish[cuda]'")
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (
+            CompileError("probe does not compile for sm_90a:\nnvrtc: error"),
+            "NVRTC that knows sm_90a",
+        ),
+        (LoadError("does not load it (no kernel image)"), "580"),
+        (UserError("cuda-core cannot be imported"), "billfish[cuda]"),
+        (RuntimeError("CUDA error: out of memory"), "nvidia-smi"),
+    ],
+)
+def test_kernels_that_do_not_run(h100, monkeypatch, error, fix):
+    def fail(cubin):
+        raise error
+
+    monkeypatch.setattr(doctor, "run_probe", fail)
+    found = doctor.kernels()
+    assert found.status == "problem" and fix in found.fix and "\n" not in found.detail
+
+
+def test_kernels_that_run(h100, monkeypatch):
+    cubins = []
+    monkeypatch.setattr(doctor, "run_probe", cubins.append)
+    found = doctor.kernels()
+    assert found.status == "ok" and "compute right" in found.detail
+    assert cubins[0].symbol == "_ZN8billfish5probeILi3EEEvPfPKfi"
+    monkeypatch.setattr(doctor, "run_probe", lambda cubin: "7 of 1000 numbers are wrong.")
+    found = doctor.kernels()
+    assert found.status == "problem" and "7 of 1000" in found.detail and found.fix
 
 
 def fake_nvrtc(monkeypatch, answer):
@@ -183,17 +252,6 @@ def test_importable():
 
 
 # -- places
-
-
-def test_cache_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert doctor.cache_directory() == tmp_path / ".cache" / "billfish"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/caches")
-    assert str(doctor.cache_directory()) == "/var/caches/billfish"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, the standard says
-    assert doctor.cache_directory() == tmp_path / ".cache" / "billfish"
-    monkeypatch.setenv("BILLFISH_CACHE_DIR", "~/own")
-    assert doctor.cache_directory() == tmp_path / "own"
 
 
 def test_cache(monkeypatch, tmp_path):

@@ -197,3 +197,36 @@ def marlin_scale_order(grouped: bool) -> tuple[int, ...]:
     return tuple(
         fragment.N * block + column for pair in pairs for block in range(4) for column in pair
     )
+
+
+BRICK_N, BRICK_K = 64, 128
+
+
+def brick_k(step: int, column: int) -> int:
+    """Which of 64 inputs a CUDA brick multiplies in k16 step `step` as column `column` of the mma.
+
+    Any order serves if weights and activations agree. In this one lane pair p owns inputs 8 p to
+    8 p + 7 of each 32, so that its activations are 16 contiguous bytes and no ldmatrix is needed;
+    and the first two steps stay within 32 inputs, the smallest group.
+    """
+    pair, odd, right = column % 8 // 2, column % 2, column // 8
+    return 32 * (step // 2) + 8 * pair + 4 * (step % 2) + 2 * right + odd
+
+
+def brick() -> Layout:
+    """Words of the CUDA kernels of w4a16: a lane's 16 bytes are its own A fragments (QUICK 3).
+
+    One tile is 64 of n by 128 of k: [k64 (2)][n16 (4)][lane (32)][k16 step (4)] words of 8 codes,
+    even inputs in the lower half, so that one mask yields the pair of a register.
+    """
+    order = []
+    for k64 in range(2):
+        for n16 in range(4):
+            for lane in range(fragment.LANES):
+                for step in range(4):
+                    for odd in range(2):
+                        for register in range(4):
+                            row, column = fragment.a_fragment(lane, 2 * register + odd)
+                            k = 64 * k64 + brick_k(step, column)
+                            order.append((16 * n16 + row) * BRICK_K + k)
+    return Layout("brick", 4, (BRICK_N, BRICK_K), "n kw", order=tuple(order))

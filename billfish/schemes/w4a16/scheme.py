@@ -65,7 +65,7 @@ class W4A16:
         tensors = {
             "weight_packed": layout.compressed_tensors(self.bits).pack(codes),
             "weight_scale": scales.contiguous(),
-            "weight_shape": torch.tensor([n, k], dtype=torch.int64),
+            "weight_shape": torch.tensor([n, k], dtype=torch.int64, device=codes.device),
         }
         if not self.symmetric:
             tensors["weight_zero_point"] = layout.compressed_tensors_zeros(self.bits).pack(zeros)

@@ -1,0 +1,228 @@
+"""`billfish bench`: arguments in, one measurement, and its result as a table, JSON and pictures.
+
+Nothing is computed here. Whatever can be wrong is said before anything is measured: arguments,
+places to write, matplotlib, the GPU. Rooms are imported by the command that needs them.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from billfish import show
+from billfish.errors import UserError
+
+app = typer.Typer(name="bench", help="Measure speed.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed, against what people use today and against what the card could do."""
+
+
+@app.command(
+    epilog="Example: billfish bench kernels --shapes llama3-8b --m 1,16,64 --json k.json --plot ."
+)
+def kernels(
+    scheme: Annotated[str, typer.Option(help="What one weight is.")] = "w4a16",
+    shapes: Annotated[
+        str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
+    ] = "llama3-8b",
+    m: Annotated[str, typer.Option(help="Batch sizes: 1,2,4 or 1-16,32.")] = (
+        "1,2,4,8,16,32,64,128,256,512,1024"
+    ),
+    group_size: Annotated[
+        str, typer.Option(help="Weights along k that share a scale, a list; -1: a whole row.")
+    ] = "128",
+    sym: Annotated[
+        bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")
+    ] = True,
+    dtype: Annotated[
+        str, typer.Option(help="Of activations: float16, bfloat16 or both.")
+    ] = "float16",
+    op: Annotated[str, typer.Option(help="Which of the scheme's ops; auto: the fastest.")] = "auto",
+    modes: Annotated[
+        str, typer.Option(help="Launches: pdl (programmatic edges), plain, or both.")
+    ] = "pdl,plain",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer replays, wider spread.")] = False,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw roofline.png and speedup.png into this directory.")
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Show and draw an earlier --json; needs no GPU.")
+    ] = None,
+) -> None:
+    """Time the linears of a model, batch by batch, against cuBLAS and the roofline.
+
+    Launches are replayed in a CUDA graph over copies of the weights that the L2 cannot hold.
+    """
+    from billfish.bench import plot as pictures
+
+    if from_ is not None:
+        if json_ is not None:
+            raise UserError("--json writes what was measured; --from measures nothing. Drop one.")
+        result = read_result(from_)
+        if plot is not None:
+            pictures.need_matplotlib()
+    else:
+        request = _request(scheme, shapes, m, group_size, sym, dtype, op, modes)
+        if plot is not None:
+            pictures.need_matplotlib()
+            plot.mkdir(parents=True, exist_ok=True)
+        if json_ is not None and not json_.absolute().parent.is_dir():
+            raise UserError(f"--json {json_}: there is no directory {json_.absolute().parent}.")
+        result = _measure(request, quick, json_)
+    show_result(result)
+    failed = all(point["error"] for point in result["points"])
+    if json_ is not None:
+        show.out.print(f"written: {json_}", markup=False)
+    if plot is not None and not failed:
+        for path in pictures.draw(result, plot):
+            show.out.print(f"drawn: {path}", markup=False)
+    if failed:
+        raise typer.Exit(1)  # every point has said why
+
+
+def _request(
+    scheme: str, shapes: str, m: str, group_size: str, sym: bool, dtype: str, op: str, modes: str
+) -> Any:
+    from billfish.bench.kernels import Request
+    from billfish.bench.shapes import parse_rows, parse_shapes, words
+
+    try:
+        groups = tuple(dict.fromkeys(int(word) for word in words(group_size)))
+    except ValueError:
+        groups = ()
+    if not groups:
+        raise UserError(f"group size {group_size!r}: give whole numbers, such as 128 or 64,128,-1.")
+    return Request(
+        parse_shapes(shapes), parse_rows(m), scheme, groups, sym,
+        tuple(dict.fromkeys(words(dtype))), op, tuple(dict.fromkeys(words(modes))),
+    )  # fmt: skip
+
+
+def _measure(request: Any, quick: bool, target: Path | None) -> dict[str, Any]:
+    from billfish.bench.kernels import Run
+    from billfish.bench.timing import QUICK, GraphCard, Rules
+
+    rules = QUICK if quick else Rules()
+    card = GraphCard(rules)
+
+    def keep(result: dict[str, Any]) -> None:
+        if target is not None:
+            write_result(result, target)
+
+    with show.status() as say:
+        return Run(request, card, rules, say, keep).measure()
+
+
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Whole or not at all: it is written again and again while measuring goes on."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    from billfish.bench.kernels import RESULT_VERSION
+
+    if not path.is_file():
+        raise UserError(f"--from {path}: there is no such file.")
+    try:
+        result = json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"--from {path}: is not JSON.") from None
+    version = result.get("result_version") if isinstance(result, dict) else None
+    if version != RESULT_VERSION:
+        raise UserError(
+            f"--from {path}: is no result of bench kernels that this version reads "
+            f"(result_version {version}, not {RESULT_VERSION}). Measure again with --json."
+        )
+    assert isinstance(result, dict)
+    return result
+
+
+def show_result(result: dict[str, Any]) -> None:
+    card, peaks, ceilings = result["card"], result["peaks"], result["ceilings"]
+    show.lines([
+        ("card", f"{card['name']}, {card['arch']}, {card['sm_count']} SMs, driver "
+                 f"{card['driver'] or 'unknown'}"),
+        ("roof", f"{peaks['bytes_per_s'] / 1e12:.2f} TB/s, {peaks['flop_per_s'] / 1e12:.0f} "
+                 f"TFLOP/s ({peaks['source']})"),
+        ("reached", f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s ({ceilings['read_how']})"),
+        ("clocks", f"{_readings(result['before'])} -> {_readings(result['after'])}"),
+        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
+    ])  # fmt: skip
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for point in result["points"]:
+        tables.setdefault(_title(point), []).append(point)
+    for title, points in tables.items():
+        modes = list(dict.fromkeys(mode for point in points for mode in point["us"]))
+        columns = ["m", *(f"{mode} us" for mode in modes), "spread", "cuBLAS us", "speed-up"]
+        rows = [_row(point, modes) for point in points]
+        show.table(f"\n{title}", [*columns, "TB/s", "floor us", "of roof"], rows)
+    if result["chains"]:
+        columns = ["m", "dtype", "group", "mode", "us", "sum of parts", "cuBLAS", "floor us"]
+        for name in dict.fromkeys(", ".join(told["sets"]) for told in result["chains"]):
+            chains = [told for told in result["chains"] if ", ".join(told["sets"]) == name]
+            show.table(f"\n{name}, a layer's linears in one graph", columns, _chains(chains))
+    for told in [*result["points"], *result["chains"]]:
+        if told["error"]:
+            where = ", ".join(told.get("sets") or told["linears"])
+            show.out.print(f"{where}, m = {told['m']}: {told['error']}", markup=False)
+
+
+def _title(point: dict[str, Any]) -> str:
+    group = "a scale a channel" if point["group_size"] == -1 else f"groups of {point['group_size']}"
+    kind = "symmetric" if point["symmetric"] else "asymmetric"
+    names = ", ".join(point["linears"])
+    return f"{names}  {point['k']} x {point['n']}, {point['dtype']}, {group}, {kind}"
+
+
+def _row(point: dict[str, Any], modes: list[str]) -> list[Any]:
+    us, cublas = point["us"], point["cublas_us"]
+    first = us.get(modes[0]) if modes else None
+    done = "roofline" in point
+    return [
+        point["m"],
+        *(_fixed(us[mode]["median"] if mode in us else None) for mode in modes),
+        f"{(first['p90'] - first['p10']) / first['median']:.1%}" if first else "-",
+        _fixed(cublas["median"] if cublas else None),
+        _fixed(point["speedup"] if done else None),
+        _fixed(point["tbps"] if done else None),
+        _fixed(point.get("floor_us")),
+        f"{point['roofline']:.0%}" if done else "-",
+    ]
+
+
+def _chains(chains: list[dict[str, Any]]) -> list[list[Any]]:
+    return [
+        [
+            told["m"],
+            told["variant"]["dtype"],
+            told["variant"]["group_size"],
+            mode,
+            _fixed(us["median"]),
+            _fixed(told["parts_us"][mode]),
+            _fixed(told["cublas_parts_us"]),
+            _fixed(told["floor_us"]),
+        ]
+        for told in chains
+        for mode, us in told["us"].items()
+        if mode in told["parts_us"]
+    ]
+
+
+def _fixed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _readings(told: dict[str, Any] | None) -> str:
+    if not told:
+        return "unknown"
+    return f"{told['sm_mhz'] or '?'} MHz, {told['watts'] or '?'} W, {told['celsius'] or '?'} C"

@@ -1,0 +1,84 @@
+"""What a GPU is: its architecture, its SMs, its memories. The only file that asks the GPU.
+
+Numbers that kernels are tuned by come from here as one frozen value, so that a choice of tile is a
+pure function that can be tested without a GPU.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from billfish.errors import UserError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    arch: str  # as NVRTC calls it: sm_90a
+    sms: int
+    smem_per_block: int  # bytes, the most that a kernel can ask for (opt-in): 227 KB on Hopper
+    smem_per_sm: int
+    l2_bytes: int
+
+
+def arch_of(major: int, minor: int) -> str:
+    """From Hopper on with an 'a': wgmma and its successors are in the architecture's own set only,
+    and a cubin compiled at run time has no other GPU to run on."""
+    return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
+
+
+def index_of(device: torch.device | int | None) -> int:
+    """The ordinal; None and a device without one mean torch's current device."""
+    if isinstance(device, int):
+        return device
+    if device is not None and device.type != "cuda":
+        raise ValueError(f"a CUDA device is needed, not {device}")
+    if device is not None and device.index is not None:
+        return device.index
+    return torch.cuda.current_device()
+
+
+def gpu(device: torch.device | int | None = None) -> Gpu:
+    if not torch.cuda.is_available():
+        raise UserError("no CUDA GPU that PyTorch can use is here. `billfish doctor` says why.")
+    return _gpu(index_of(device))
+
+
+@lru_cache
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(
+        index=index,
+        name=found.name,
+        arch=arch_of(found.major, found.minor),
+        sms=found.multi_processor_count,
+        smem_per_block=_number(found, index, "shared_memory_per_block_optin"),
+        smem_per_sm=_number(found, index, "shared_memory_per_multiprocessor"),
+        l2_bytes=_number(found, index, "L2_cache_size"),
+    )
+
+
+# What torch calls it -> what the driver does. torch names these three only in some versions.
+DRIVER_NAMES = {
+    "shared_memory_per_block_optin": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+    "shared_memory_per_multiprocessor": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+    "L2_cache_size": "L2_CACHE_SIZE",
+}
+
+
+def _number(properties: Any, index: int, name: str) -> int:
+    value = getattr(properties, name, None)
+    if value is not None:
+        return int(value)
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{DRIVER_NAMES[name]}")
+    code, device = driver.cuDeviceGet(index)
+    if int(code) == 0:
+        code, number = driver.cuDeviceGetAttribute(attribute, device)
+    if int(code) != 0:
+        raise RuntimeError(f"cuda:{index}: the driver does not tell {name} ({code!r})")
+    return int(number)

@@ -1,0 +1,61 @@
+// Nibbles -> numbers in the A fragment of mma.m16n8k16, by masks alone (MARLIN 3.4's bit tricks).
+//
+// A word of a brick (formats/layout.py) is a lane's whole fragment of one k16 step:
+//
+//     bits 31..28 27..24 23..20 19..16 | 15..12 11..8  7..4   3..0
+//           a3     a2     a1     a0    |  a3     a2     a1     a0      a0: row r,     k, k + 1
+//             odd k (upper half)       |     even k (lower half)       a1: row r + 8, k, k + 1
+//                                                                      a2: row r,     k + 2, k + 3
+//                                                                      a3: row r + 8, k + 2, k + 3
+//
+// Nothing is subtracted and nothing scaled here. The tensor cores multiply the raw numbers
+//
+//     raw(code) = unit * (offset + code)            sum raw x = unit * (sum code x + offset sum x)
+//
+// exactly, and sum x comes from one product more, with a fragment of raw(1) - raw(0). Zero point and
+// scale then meet fp32 sums once a group: 5 (fp16) or 7 (bf16) instructions for 8 weights, 9 or 11
+// with a subtraction for each pair. Nothing is rounded before the sums, and scales have any size.
+#pragma once
+
+#include "billfish/mma.cuh"
+
+namespace billfish {
+
+template <class T>
+struct Raw;
+
+// n is the subnormal n * 2^-24, n << 4 is n * 2^-20: rows r and r + 8 differ by a power of two. The
+// tensor cores take subnormals as they are (checked on the card).
+template <>
+struct Raw<Half> {
+    static constexpr float kOffset = 0, kUpper = 16777216.0f, kLower = 1048576.0f;  // 1 / unit
+    static constexpr u32 kOneUpper = 0x00010001u, kOneLower = 0x00100010u;
+    static BILLFISH_DEVICE void fragment(u32 word, u32 (&a)[4]) {
+        const u32 shifted = word >> 8;
+        a[0] = word & 0x000f000fu;
+        a[1] = word & 0x00f000f0u;
+        a[2] = shifted & 0x000f000fu;
+        a[3] = shifted & 0x00f000f0u;
+    }
+};
+
+// bf16 has fp32's exponents: a subnormal's product would be one, too. 0x4300 | n is 128 + n.
+template <>
+struct Raw<Bfloat> {
+    static constexpr float kOffset = 128, kUpper = 1, kLower = 1;
+    static constexpr u32 kOneUpper = 0x3f803f80u, kOneLower = 0x3f803f80u;
+    static BILLFISH_DEVICE void fragment(u32 word, u32 (&a)[4]) {
+        a[0] = (word & 0x000f000fu) | 0x43004300u;
+        a[1] = (word >> 4 & 0x000f000fu) | 0x43004300u;
+        a[2] = (word >> 8 & 0x000f000fu) | 0x43004300u;
+        a[3] = (word >> 12 & 0x000f000fu) | 0x43004300u;
+    }
+};
+
+// What is to be subtracted for a code's zero point, 0 to 15: exact, without the slow conversion.
+template <class T>
+BILLFISH_DEVICE float raw_zero(u32 zero) {
+    return __uint_as_float(0x4b000000u | zero) - (8388608.0f - Raw<T>::kOffset);  // 0x4b000000: 2^23
+}
+
+}  // namespace billfish

@@ -1,0 +1,80 @@
+// The 16-bit types as tags: conversions, packed arithmetic and the tensor-core product of each.
+// Values travel as raw bits (u16, or two of them in a u32), so no CUDA header is needed.
+#pragma once
+
+#include "billfish/ptx.cuh"
+
+namespace billfish {
+
+struct Half {
+    static BILLFISH_DEVICE float to_float(u32 bits) {
+        float v;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(static_cast<u16>(bits)));
+        return v;
+    }
+    static BILLFISH_DEVICE u16 from_float(float v) {
+        u16 bits;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+        return bits;
+    }
+    // a * b + c in both halves, one rounding.
+    static BILLFISH_DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+        u32 d;
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+        return d;
+    }
+    static BILLFISH_DEVICE u32 add2(u32 a, u32 b) {
+        u32 d;
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    // d (16, 8) += a (16, 16) b (16, 8), fp32 sums; formats/fragment.py says who holds what.
+    static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+            " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    // d = a b: the first of a sum, which spares setting d to zero.
+    static BILLFISH_DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+            " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+    }
+};
+
+struct Bfloat {
+    static BILLFISH_DEVICE float to_float(u32 bits) { return __uint_as_float(bits << 16); }
+    static BILLFISH_DEVICE u16 from_float(float v) {
+        u16 bits;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+        return bits;
+    }
+    static BILLFISH_DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+        u32 d;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+        return d;
+    }
+    // sm_80 has no packed bf16 add; x * 1 + y is the same number.
+    static BILLFISH_DEVICE u32 add2(u32 a, u32 b) { return fma2(a, 0x3f803f80u, b); }
+    static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+            " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    // d = a b: the first of a sum, which spares setting d to zero.
+    static BILLFISH_DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+            " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+    }
+};
+
+}  // namespace billfish

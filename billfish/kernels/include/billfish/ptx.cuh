@@ -1,0 +1,217 @@
+// One PTX instruction, one wrapper, one sentence of when to use it. No asm outside this folder.
+// Raw addresses only: shared memory as a 32-bit address, global memory as a pointer.
+#pragma once
+
+namespace billfish {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define BILLFISH_DEVICE __device__ __forceinline__
+
+// -- places
+
+// The 32-bit address that all shared-memory instructions below take.
+BILLFISH_DEVICE u32 smem_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// -- shared memory
+
+// A thread's own 16 bytes; free of bank conflicts where eight neighbours touch 128 distinct bytes.
+BILLFISH_DEVICE uint4 load_smem_16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
+BILLFISH_DEVICE uint2 load_smem_8(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
+BILLFISH_DEVICE u32 load_smem_2(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
+
+BILLFISH_DEVICE float load_smem_float(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+
+BILLFISH_DEVICE void store_smem_float2(u32 address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+// -- asynchronous copies, sm_80: 16 bytes a thread (MARLIN 3.4)
+
+// Weights are used once: evict them first, so that activations stay in L2 (MARLIN 3.4).
+BILLFISH_DEVICE u64 evict_first_policy() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Copies 16 bytes past L1; `bytes` < 16 fills the rest with zeros (tails of k).
+BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u32 bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(from), "l"(policy) : "memory");
+}
+
+// Closes a stage; stages complete in order.
+BILLFISH_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's newest stages are still under way.
+template <int kPending>
+BILLFISH_DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// -- global memory as a place to meet (sm_80's stripes)
+
+BILLFISH_DEVICE u32 load_acquire(const u32* pointer) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+    return v;
+}
+
+BILLFISH_DEVICE void store_release(u32* pointer, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// -- mbarriers, sm_90
+
+BILLFISH_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes fresh barriers known to the copy engine and to the other blocks of the cluster.
+BILLFISH_DEVICE void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+BILLFISH_DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and adds bytes that copies have yet to bring before the phase can end.
+BILLFISH_DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives once all cp.async of this thread so far have landed; counted in barrier_init.
+BILLFISH_DEVICE void barrier_arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+BILLFISH_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
+BILLFISH_DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    while (!barrier_try_wait(barrier, parity)) {}
+}
+
+// The same, for data that other blocks of the cluster stored here.
+BILLFISH_DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n .reg .pred p;\n"
+            " mbarrier.try_wait.parity.acquire.cluster.shared.b64 p, [%1], %2;\n"
+            " selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+
+// -- bulk copies, sm_90: one thread, kilobytes, completion on an mbarrier
+
+// `bytes` and both addresses are multiples of 16.
+BILLFISH_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// -- thread-block clusters, sm_90
+
+BILLFISH_DEVICE u32 cluster_rank() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
+    return v;
+}
+
+BILLFISH_DEVICE u32 cluster_size() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
+    return v;
+}
+
+BILLFISH_DEVICE u32 cluster_index() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(v));
+    return v;
+}
+
+BILLFISH_DEVICE u32 cluster_count() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(v));
+    return v;
+}
+
+BILLFISH_DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+BILLFISH_DEVICE void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same place in the shared memory of block `rank` of this cluster.
+BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
+    u32 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
+    return v;
+}
+
+// Stores 8 bytes in another block and counts them on that block's barrier: no fence, no flag.
+BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
+        ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
+}
+
+// -- programmatic dependent launch, sm_90
+
+// Lets the next kernel of the stream start; its own dependency_wait still waits for our end.
+BILLFISH_DEVICE void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Returns when all earlier kernels have ended and their stores are visible. Weights do not need it.
+BILLFISH_DEVICE void dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+#endif
+
+}  // namespace billfish

@@ -1,0 +1,121 @@
+// A record: 64 outputs x 128 inputs of packed weights with their scales, one contiguous piece of
+// memory (schemes/w4a16/arrange.py writes it). And the product of a warp with one of its halves.
+//
+//     4096 B   words    [k64 (2)][n16 (4)][lane (32)][k16 step (4)]    a lane's 16 bytes are its own
+//      128 B   scales   [half (2)][quad (8)][row q, q + 8, q + 16, q + 24]    for each group
+//       32 B   zeros    the same, 4 bits each; asymmetric only                for each group
+//
+// QUICK 3: words lie as the fragment wants them, so dequantised weights go from registers straight
+// to the tensor cores; nothing is written back to shared memory and no ldmatrix is needed.
+#pragma once
+
+#include "billfish/dequant.cuh"
+
+namespace billfish {
+
+constexpr int kRecordN = 64, kRecordK = 128;
+constexpr int kBrickBytes = 512;  // 16 outputs x 64 inputs
+
+template <int kGroup, bool kAsymmetric>
+struct Record {
+    static_assert(kGroup == 32 || kGroup == 64 || kGroup == 128, "larger groups repeat their scale");
+    static constexpr int kGroups = kRecordK / kGroup;
+    static constexpr int kScales = kRecordN * kRecordK / 2;  // byte offsets
+    static constexpr int kZeros = kScales + kGroups * kRecordN * 2;
+    static constexpr int kBytes = kZeros + (kAsymmetric ? kGroups * kRecordN / 2 : 0);
+    static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
+};
+
+// Activations of 128 inputs in shared memory: 16 chunks of 8 numbers a token, 256 bytes. The second
+// half of a 128-byte line is exchanged with the first for odd tokens (MARLIN's XOR), so that the
+// eight lanes of a 16-byte access phase, two tokens x four chunks, hit all 32 banks.
+constexpr int kXRowBytes = kRecordK * 2;
+
+BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {
+    return token * kXRowBytes + ((chunk ^ ((token & 1) << 2)) << 4);
+}
+
+// acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() once
+// after all of k brings it to units of the output.
+//
+// `half` is the warp's half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
+// 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. The order of all
+// sums is the same for every kTokens.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens>
+BILLFISH_DEVICE void multiply(u32 record, u32 x, int lane, int half,
+                              float (&acc)[2][kTokens / 8][4]) {
+    using R = Record<kGroup, kAsymmetric>;
+    constexpr int kSteps = kGroup / 16;
+    constexpr int kBlocks = kTokens / 8;
+    constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
+                             Raw<T>::kOneLower};
+    const int quad = lane / 4, pair = lane % 4;
+    const u32 words = record + half * 2 * kBrickBytes + lane * 16;
+    const u32 x_even = x + x_smem_offset(quad, pair), x_odd = x + x_smem_offset(quad, pair + 4);
+    float part[2][kBlocks][4], total[kBlocks][4];  // sums of raw weights times x, and of x
+    // One pass of 64 inputs at a time where a group ends within it: both at once need more than the
+    // 96 registers that let the next kernel's blocks in beside these.
+#pragma unroll kGroup == 128 ? 2 : 1
+    for (int k64 = 0; k64 < 2; ++k64) {
+        u32 word[2][4];
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick) {
+            const uint4 v = load_smem_16(words + (k64 * 4 + brick) * kBrickBytes);
+            word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
+        }
+        u32 b[kBlocks][8];
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const u32 offset = block * 8 * kXRowBytes + k64 * 128;
+            const uint4 v = load_smem_16(x_even + offset), w = load_smem_16(x_odd + offset);
+            b[block][0] = v.x, b[block][1] = v.y, b[block][2] = v.z, b[block][3] = v.w;
+            b[block][4] = w.x, b[block][5] = w.y, b[block][6] = w.z, b[block][7] = w.w;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const bool first = kGroup == 128 ? k64 == 0 && j == 0 : j % kSteps == 0;
+            const bool last = kGroup == 128 ? k64 == 1 && j == 3 : (j + 1) % kSteps == 0;
+            u32 a[2][4];
+            Raw<T>::fragment(word[0][j], a[0]);
+            Raw<T>::fragment(word[1][j], a[1]);
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
+                if (first) {
+                    T::mma_first(total[block], kOne, b0, b1);
+                    T::mma_first(part[0][block], a[0], b0, b1);
+                    T::mma_first(part[1][block], a[1], b0, b1);
+                } else {
+                    T::mma(total[block], kOne, b0, b1);
+                    T::mma(part[0][block], a[0], b0, b1);
+                    T::mma(part[1][block], a[1], b0, b1);
+                }
+            }
+            if (!last) continue;
+            const int place = ((k64 * 4 + j) / kSteps * 2 + half) * 8 + quad;
+            const uint2 bits = load_smem_8(record + R::kScales + place * 8);
+            const float scale[4] = {S::to_float(bits.x & 0xffff), S::to_float(bits.x >> 16),
+                                    S::to_float(bits.y & 0xffff), S::to_float(bits.y >> 16)};
+            const u32 zeros = kAsymmetric ? load_smem_2(record + R::kZeros + place * 2) : 0x8888u;
+#pragma unroll
+            for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, its upper or lower part
+                const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                    for (int i = row % 2 * 2; i < row % 2 * 2 + 2; ++i) {
+                        const float sum = fmaf(-zero, total[block][i], part[row / 2][block][i]);
+                        acc[row / 2][block][i] = fmaf(scale[row], sum, acc[row / 2][block][i]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class T>
+BILLFISH_DEVICE float finish(float sum, bool lower) {
+    return sum * (lower ? Raw<T>::kLower : Raw<T>::kUpper);
+}
+
+}  // namespace billfish

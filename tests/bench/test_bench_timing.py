@@ -1,0 +1,69 @@
+"""Counts of the protocol, and statistics; what runs on a GPU is not tested here."""
+
+import pytest
+
+from billfish.bench import timing
+from billfish.bench.timing import QUICK, Rules, Timing
+from billfish.errors import UserError
+
+RULES = Rules()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "copies"),
+    [
+        (8_650_752, 47),  # 4096 x 4096, 4 bit, g128: 46 x 8.65 MB = 398 MB are too few
+        (60_555_264, 7),
+        (242_221_056, 4),  # two would do; four is the least
+        (100_000_000, 5),  # more than 400 MB, not as much
+        (166_000, 2410),
+    ],
+)
+def test_copies_hold_more_than_the_l2_can(nbytes, copies):
+    assert RULES.copies(nbytes, 4) == copies
+    assert copies * nbytes > 400_000_000
+
+
+def test_dense_weights_may_be_two():
+    assert RULES.copies(939_524_096, 2) == 2
+    assert RULES.copies(33_554_432, 2) == 12
+
+
+@pytest.mark.parametrize("rules", [RULES, QUICK])
+@pytest.mark.parametrize("copies", [1, 2, 4, 7, 13, 47, 99, 150, 200])
+@pytest.mark.parametrize("floor", [0.5, 1.8, 12.6, 50.5, 3887.0])
+def test_launches_go_round_the_copies_within_the_limits(rules, copies, floor):
+    launches = rules.launches(copies, floor)
+    assert launches % copies == 0
+    assert 50 <= launches <= 200
+
+
+def test_short_launches_get_long_graphs():
+    assert RULES.launches(47, 1.8) == 188
+    assert RULES.launches(4, 12.6) == 156  # 2000 us / 12.6 us = 158
+    assert RULES.launches(4, 3887.0) == 52
+    assert RULES.launches(2410, 0.1) == 2410  # tiny layers: one round
+
+
+def test_replays_fit_the_time():
+    assert RULES.replays(0.001) == 100
+    assert RULES.replays(0.01) == 50
+    assert RULES.replays(10.0) == 7
+    assert QUICK.replays(0.001) == 15
+
+
+def test_a_timing_is_median_and_tenths():
+    found = Timing.of([float(value) for value in range(101)][::-1])
+    assert (found.median, found.p10, found.p90, found.replays) == (50.0, 10.0, 90.0, 101)
+    assert found.times(4) == Timing(200.0, 40.0, 360.0, 101)
+
+
+def test_without_a_gpu_it_says_what_is_needed(monkeypatch):
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"needs an NVIDIA GPU.*--from"):
+        timing.GraphCard(RULES)
+
+
+def test_what_nvidia_smi_does_not_know_is_none():
+    assert timing.number("1980") == 1980.0
+    assert timing.number("[N/A]") is None
