@@ -320,7 +320,7 @@ class Run:
             launches = self.rules.launches(len(calls), told["floor_us"] / len(parts))
             for mode in self.request.modes:
                 timing = self.card.time(calls, launches, mode)
-                told["us"][mode] = asdict(timing)
+                told["us"][mode] = asdict(timing.times(len(parts)))
                 told["parts_us"][mode] = sum(part["us"][mode]["median"] for part in parts)
         except torch.OutOfMemoryError:
             told["error"] = f"out of memory at m = {m}"

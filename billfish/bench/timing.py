@@ -46,6 +46,7 @@ class Rules:
 
     rotating_bytes: int = 400_000_000  # copies hold more than this; the L2 of an H200 has 60 MB
     least_copies: int = 4
+    most_copies: int = 4096  # reached below 100 kB a copy: such layers may be found in the L2
     least_dense_copies: int = 2  # fp16 weights of 400 MB and more: two are enough, and fit
     least_launches: int = 50
     most_launches: int = 200
@@ -56,7 +57,7 @@ class Rules:
     seconds: float = 0.5  # of one measurement, as far as least_replays allows
 
     def copies(self, nbytes: int, least: int) -> int:
-        return max(least, self.rotating_bytes // nbytes + 1)
+        return max(least, min(self.rotating_bytes // nbytes + 1, self.most_copies))
 
     def launches(self, copies: int, floor_us: float) -> int:
         """A multiple of the copies within the limits; one round where the copies are more."""

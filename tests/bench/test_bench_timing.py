@@ -24,6 +24,10 @@ def test_copies_hold_more_than_the_l2_can(nbytes, copies):
     assert copies * nbytes > 400_000_000
 
 
+def test_tiny_layers_do_not_fill_the_day():
+    assert RULES.copies(4600, 4) == 4096
+
+
 def test_dense_weights_may_be_two():
     assert RULES.copies(939_524_096, 2) == 2
     assert RULES.copies(33_554_432, 2) == 12

@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 from fake_card import RULES, FakeCard
@@ -33,6 +34,16 @@ def result():
         parse_shapes(SHAPES), (1, 4, 16), dtypes=("float16", "bfloat16"), op="reference"
     )
     return Run(request, FakeCard(), RULES).measure()
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """In place of the GPU, with fewer copies."""
+    made = FakeCard()
+    monkeypatch.setattr(timing, "GraphCard", lambda rules: made)
+    monkeypatch.setattr(timing, "Rules", lambda: RULES)
+    monkeypatch.setattr(timing, "QUICK", replace(RULES, most_replays=2))
+    return made
 
 
 def invoke(*args):
@@ -88,8 +99,7 @@ def test_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch, tmp
     assert measured == [] and not list(tmp_path.glob("*.png"))
 
 
-def test_a_run_is_shown_written_and_drawn(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "GraphCard", lambda rules: FakeCard())
+def test_a_run_is_shown_written_and_drawn(card, tmp_path):
     written, pictures = tmp_path / "r.json", tmp_path / "pictures"
     done = invoke(
         "--shapes", SHAPES, "--m", "1,4", "--op", "reference", "--quick", "--json", written,
@@ -98,7 +108,7 @@ def test_a_run_is_shown_written_and_drawn(monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     kept = json.loads(written.read_text())
     assert kept["complete"] and len(kept["points"]) == 4 and not list(tmp_path.glob("*.tmp"))
-    assert kept["protocol"]["most_replays"] == timing.QUICK.most_replays
+    assert kept["protocol"]["most_replays"] == 2
     assert "NVIDIA H200" in done.output and "40.00" in done.output and "4.00" in done.output
     assert sorted(path.name for path in pictures.iterdir()) == ["roofline.png", "speedup.png"]
 
@@ -124,9 +134,8 @@ def test_results_that_cannot_be_read_are_refused(tmp_path):
     assert "Drop one" in refusal("--from", path, "--json", path)
 
 
-def test_a_run_in_which_nothing_worked_fails_and_says_why(monkeypatch, tmp_path):
-    card = FakeCard(fails=lambda k, n: True)
-    monkeypatch.setattr(timing, "GraphCard", lambda rules: card)
+def test_a_run_in_which_nothing_worked_fails_and_says_why(card, tmp_path):
+    card.fails = lambda k, n: True
     done = invoke("--shapes", "128x64", "--m", "1", "--op", "reference", "--plot", tmp_path)
     assert done.exit_code == 1 and "out of memory" in done.output
     assert not list(tmp_path.iterdir())
@@ -164,6 +173,7 @@ def test_lines_hold_the_measured_numbers(result):
 
 def test_a_failed_shape_is_left_out_and_others_keep_their_colour(result):
     before = {line.get_label(): line.get_color() for line in plot.speedup(result).axes[0].lines}
+    assert before["128 x 64"] != before["256 x 64"]
     for point in result["points"]:
         if point["k"] == 128:
             point["error"] = "out of memory"

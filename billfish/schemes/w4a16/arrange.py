@@ -41,8 +41,8 @@ class Shape:
     scale_dtype: torch.dtype
 
     @property
-    def bands(self) -> int:  # even: two lie side by side, and one copy brings both
-        return 2 * math.ceil(self.n / (2 * N))
+    def bands(self) -> int:
+        return math.ceil(self.n / N)
 
     @property
     def k_tiles(self) -> int:  # of one plane
@@ -78,7 +78,7 @@ def shape_of(scheme: "W4A16", n: int, k: int, scale_dtype: torch.dtype) -> Shape
 
 
 def pack(scheme: "W4A16", tensors: Tensors) -> tuple[Shape, Tensor]:
-    """(bands / 2, planes * k tiles, 2, record words) int32."""
+    """(bands, planes * k tiles, record words) int32."""
     scales = tensors["weight_scale"]
     if scales.dtype not in SCALE_DTYPES:
         raise UserError(
@@ -109,22 +109,19 @@ def unpack(scheme: "W4A16", shape: Shape, records: Tensor) -> dict[str, Tensor]:
 
 
 def _records(shape: Shape, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    codes = pad(codes, (0, 0, 0, shape.bands * N - shape.n))
     words = layout.brick().pack(codes).view(shape.bands, shape.k_tiles, WORDS)
     parts = [words, _by_lane(shape, scales).view(torch.int32)]
     if shape.zeros:
         parts.append(layout.pack_stream(_by_lane(shape, zeros), 4))
-    records = torch.cat(parts, dim=-1).view(-1, 2, shape.k_tiles, shape.record_words)
-    return records.transpose(1, 2).contiguous()
+    return torch.cat(parts, dim=-1)
 
 
 def _parts(shape: Shape, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # codes, scales, zeros
     groups = shape.record_groups
-    records = records.transpose(1, 2).reshape(shape.bands, shape.k_tiles, -1)
     words, scales, zeros = records.split(
         [WORDS, groups * N // 2, shape.record_words - WORDS - groups * N // 2], dim=-1
     )
-    codes = layout.brick().unpack(words.reshape(shape.bands, -1), shape.bands * N, shape.k)[: shape.n]
+    codes = layout.brick().unpack(words.reshape(shape.bands, -1), shape.n, shape.k)
     scales = _by_row(shape, scales.contiguous().view(shape.scale_dtype))
     if not shape.zeros:
         return codes, scales, torch.full_like(scales, 8, dtype=torch.uint8)

@@ -82,7 +82,7 @@ class Plan:
     def __init__(self, index: int, n: int, k: int, kind: Kind, dtype: torch.dtype) -> None:
         self.n, self.k, self.kind, self.dtype = n, k, kind, dtype
         self.gpu: Gpu = gpu(index)
-        self.bands, self.k_tiles = -(-n // (2 * arrange.N)) * 2, -(-k // arrange.K) * kind.planes
+        self.bands, self.k_tiles = -(-n // arrange.N), -(-k // arrange.K) * kind.planes
         self.tiles = {tokens: self._pick(tokens) for tokens in (8, 16)}
         self.panel = panel_kernel(kind, dtype).load(index)
         self.decode: dict[int, Loaded] = {
@@ -112,7 +112,7 @@ class Plan:
         out = torch.empty(rows, self.k, dtype=self.dtype, device=records.device)
         self.panel.launch(
             (self.k_tiles // self.kind.planes, end - start), PANEL_THREADS,
-            (records[start // 2].data_ptr(), out.data_ptr(), rows, self.k),
+            (records[start].data_ptr(), out.data_ptr(), rows, self.k),
         )  # fmt: skip
         return out
 
@@ -130,7 +130,7 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
         return out
     how = plan(x.device.index, n, k, kind, x.dtype)
     if m > MOST_TOKENS * MOST_SLICES:
-        step = max(2, PANEL_WEIGHTS // (k * arrange.N) // 2 * 2)
+        step = max(1, PANEL_WEIGHTS // (k * arrange.N))
         for start in range(0, how.bands, step):
             weight = how.decoded(records, start, min(start + step, how.bands))
             torch.mm(x, weight.T, out=out[:, start * arrange.N :][:, : len(weight)])

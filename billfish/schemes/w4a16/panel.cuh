@@ -22,8 +22,8 @@ w4a16_panel(const unsigned char* __restrict__ records, u16* __restrict__ out, in
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
         const unsigned char* record =
-            records + ((blockIdx.y / 2 * kPlanes + plane) * static_cast<u64>(k_tiles) + blockIdx.x) *
-                          (2 * R::kBytes) + blockIdx.y % 2 * R::kBytes;
+            records + ((blockIdx.y * kPlanes + plane) * static_cast<u64>(k_tiles) + blockIdx.x) *
+                          R::kBytes;
         const uint4 words = reinterpret_cast<const uint4*>(record)[threadIdx.x];
         const u32 word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

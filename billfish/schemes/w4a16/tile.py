@@ -26,16 +26,16 @@ def pick_tile(
     bands: int | None = None, cluster: int | None = None,
 ) -> Tile:  # fmt: skip
     tokens = 8 if m <= 8 else 16
-    bands = bands or 2
-    cluster = cluster or 4
-    tiles = -(-n // (64 * bands))
-    rounds = -(-tiles // max(1, sms // cluster))
-    clusters = -(-tiles // rounds)
-    sums = 1024 * tokens * (2 if rounds > 1 else 1)
-    stage = bands * record_bytes + tokens * ROW_BYTES
+    cluster = cluster or 2
+    clusters = sms // cluster
+    share = -(-(-(-n // 64)) // clusters)  # bands of a cluster
+    bands = bands or (share if share < 3 else 4)
+    slices = 2 if bands == 1 else 1
+    sums = 1024 * tokens * (2 if share > bands else 1)
+    stage = slices * (bands * record_bytes + tokens * ROW_BYTES)
     # Half of an SM: the next kernel's blocks start beside these (PDL) and fetch their weights.
     room = smem_per_sm // 2 - RESERVED - BARRIER_BYTES - sums
-    stages = min(MOST_STAGES, room // stage, max(2, rounds * -(-k_tiles // cluster)))
+    stages = min(MOST_STAGES, room // stage)
     return Tile(
         tokens, bands, cluster, clusters * cluster, stages, BARRIER_BYTES + stages * stage + sums
     )

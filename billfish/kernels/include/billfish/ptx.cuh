@@ -45,8 +45,9 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
     return v;
 }
 
-BILLFISH_DEVICE void store_smem_float2(u32 address, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3]) : "memory");
 }
 
 // -- asynchronous copies, sm_80: 16 bytes a thread (MARLIN 3.4)
@@ -132,18 +133,6 @@ BILLFISH_DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_try_wait(barrier, parity)) {}
 }
 
-// The same, for data that other blocks of the cluster stored here.
-BILLFISH_DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n .reg .pred p;\n"
-            " mbarrier.try_wait.parity.acquire.cluster.shared.b64 p, [%1], %2;\n"
-            " selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-
 // -- bulk copies, sm_90: one thread, kilobytes, completion on an mbarrier
 
 // `bytes` and both addresses are multiples of 16.
@@ -162,12 +151,6 @@ BILLFISH_DEVICE u32 cluster_rank() {
     return v;
 }
 
-BILLFISH_DEVICE u32 cluster_size() {
-    u32 v;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
-    return v;
-}
-
 BILLFISH_DEVICE u32 cluster_index() {
     u32 v;
     asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(v));
@@ -180,8 +163,9 @@ BILLFISH_DEVICE u32 cluster_count() {
     return v;
 }
 
+// Relaxed: enough for barriers, which have a fence of their own; a release costs a membar.gpu.
 BILLFISH_DEVICE void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 BILLFISH_DEVICE void cluster_wait() {

@@ -35,44 +35,57 @@ BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {
     return token * kXRowBytes + ((chunk ^ ((token & 1) << 2)) << 4);
 }
 
+// Where a lane finds its own in a record and in a slice of activations, found once a kernel.
+struct LanePlaces {
+    u32 words, scales, x;
+    BILLFISH_DEVICE LanePlaces(int lane, int half) {
+        const int quad = lane / 4, pair = lane % 4;
+        words = half * 2 * kBrickBytes + lane * 16;
+        scales = (half * 8 + quad) * 8;
+        x = x_smem_offset(quad, pair);
+    }
+    // The B fragments of k16 steps 2 k32 and 2 k32 + 1 of tokens 8 block to 8 block + 7.
+    BILLFISH_DEVICE void load_x(u32 (&b)[4], u32 from, int block, int k32) const {
+        const u32 mine = from + (k32 % 2 ? x ^ 64 : x);  // chunk + 4
+        const uint4 v = load_smem_16(mine + block * 8 * kXRowBytes + k32 / 2 * 128);
+        b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+    }
+};
+
 // acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() once
 // after all of k brings it to units of the output.
 //
-// `half` is the warp's half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
-// 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. The order of all
-// sums is the same for every kTokens.
+// A warp takes one half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
+// 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. Every warp
+// sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
+// order of all sums is the same for every kTokens.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens>
-BILLFISH_DEVICE void multiply(u32 record, u32 x, int lane, int half,
+BILLFISH_DEVICE void multiply(u32 record, u32 x, const LanePlaces& places,
                               float (&acc)[2][kTokens / 8][4]) {
     using R = Record<kGroup, kAsymmetric>;
     constexpr int kSteps = kGroup / 16;
     constexpr int kBlocks = kTokens / 8;
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
-    const int quad = lane / 4, pair = lane % 4;
-    const u32 words = record + half * 2 * kBrickBytes + lane * 16;
-    const u32 x_even = x + x_smem_offset(quad, pair), x_odd = x + x_smem_offset(quad, pair + 4);
     float part[2][kBlocks][4], total[kBlocks][4];  // sums of raw weights times x, and of x
-    // One pass of 64 inputs at a time where a group ends within it: both at once need more than the
-    // 96 registers that let the next kernel's blocks in beside these.
+    // One pass of 64 inputs at a time where a group ends within it: both at once need more registers
+    // than let two blocks on an SM.
 #pragma unroll kGroup == 128 ? 2 : 1
     for (int k64 = 0; k64 < 2; ++k64) {
         u32 word[2][4];
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(words + (k64 * 4 + brick) * kBrickBytes);
+            const uint4 v = load_smem_16(record + places.words + (k64 * 4 + brick) * kBrickBytes);
             word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
         }
-        u32 b[kBlocks][8];
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            const u32 offset = block * 8 * kXRowBytes + k64 * 128;
-            const uint4 v = load_smem_16(x_even + offset), w = load_smem_16(x_odd + offset);
-            b[block][0] = v.x, b[block][1] = v.y, b[block][2] = v.z, b[block][3] = v.w;
-            b[block][4] = w.x, b[block][5] = w.y, b[block][6] = w.z, b[block][7] = w.w;
-        }
+        u32 b[kBlocks][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+            if (j % 2 == 0) {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    places.load_x(b[block], x, block, k64 * 2 + j / 2);
+            }
             const bool first = kGroup == 128 ? k64 == 0 && j == 0 : j % kSteps == 0;
             const bool last = kGroup == 128 ? k64 == 1 && j == 3 : (j + 1) % kSteps == 0;
             u32 a[2][4];
@@ -80,7 +93,7 @@ BILLFISH_DEVICE void multiply(u32 record, u32 x, int lane, int half,
             Raw<T>::fragment(word[1][j], a[1]);
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
-                const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
+                const u32 b0 = b[block][j % 2 * 2], b1 = b[block][j % 2 * 2 + 1];
                 if (first) {
                     T::mma_first(total[block], kOne, b0, b1);
                     T::mma_first(part[0][block], a[0], b0, b1);
@@ -92,11 +105,11 @@ BILLFISH_DEVICE void multiply(u32 record, u32 x, int lane, int half,
                 }
             }
             if (!last) continue;
-            const int place = ((k64 * 4 + j) / kSteps * 2 + half) * 8 + quad;
-            const uint2 bits = load_smem_8(record + R::kScales + place * 8);
+            const int group = (k64 * 4 + j) / kSteps;
+            const uint2 bits = load_smem_8(record + places.scales + R::kScales + group * 128);
             const float scale[4] = {S::to_float(bits.x & 0xffff), S::to_float(bits.x >> 16),
                                     S::to_float(bits.y & 0xffff), S::to_float(bits.y >> 16)};
-            const u32 zeros = kAsymmetric ? load_smem_2(record + R::kZeros + place * 2) : 0x8888u;
+            const u32 zeros = kAsymmetric ? load_smem_2(record + places.scales / 4 + R::kZeros + group * 32) : 0x8888u;
 #pragma unroll
             for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, its upper or lower part
                 const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
