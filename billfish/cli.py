@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from billfish import show
+from billfish import cli_bench, cli_kernels, show
 from billfish.errors import Interrupted, UserError
 
 app = typer.Typer(
@@ -28,6 +28,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(cli_bench.app)
+app.add_typer(cli_kernels.app)
 
 INTERRUPTED = 75
 

@@ -26,7 +26,7 @@ from billfish.models.dialect import Dialect, refuse_unknown
 from billfish.models.foreign import read_dialect
 from billfish.models.hf import read_header
 from billfish.models.linear import QuantLinear
-from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16 import W4A16, cuda
 
 METHOD = "billfish"
 logger = logging.get_logger(__name__)
@@ -143,6 +143,7 @@ class BillfishQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         waiting = [(n, m) for n, m in model.named_modules() if isinstance(m, StoredLinear)]
         schemes: dict[str, W4A16] = {}
+        prepare_kernels(waiting)
         for name, module in waiting:
             if hasattr(module, "_hf_hook"):
                 raise UserError(
@@ -194,6 +195,17 @@ def was_loaded(tensor: Tensor) -> bool:
     go, every load fails here: loudly, never with random weights.
     """
     return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def prepare_kernels(waiting: Sequence[tuple[str, StoredLinear]]) -> None:
+    """Compile together what layers on a GPU will need; without it each would compile its own."""
+    needed: dict[tuple[torch.device, torch.dtype], set[W4A16]] = {}
+    for _, module in waiting:
+        device = next((t.device for t in module.buffers() if t.device.type == "cuda"), None)
+        if device is not None:
+            needed.setdefault((device, module.dtype), set()).add(module.scheme)
+    for (device, dtype), schemes in needed.items():
+        cuda.prepare(schemes, dtype, device, logger.warning)
 
 
 def refuse_random(model: Any) -> None:

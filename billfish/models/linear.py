@@ -62,8 +62,7 @@ class QuantLinear(nn.Module):
         if self.op is None:
             self.arrange()
         assert self.op is not None
-        y = self.op(x)
-        return y if self.bias is None else y + self.bias
+        return self.op(x, self.bias)
 
     @property
     def weight(self) -> Tensor:

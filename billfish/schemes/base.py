@@ -40,8 +40,8 @@ class LinearOp(Protocol):
     def __init__(self, scheme: Any, tensors: Tensors) -> None:
         """Arranges, once. `tensors` may be freed afterwards."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., k) -> (..., n), in x's dtype."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., k) -> (..., n), in x's dtype; `bias` is (n,)."""
 
     def canonical(self) -> dict[str, Tensor]:
         """The tensors it was made from, bit for bit."""

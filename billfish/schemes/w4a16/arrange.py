@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 N, K = layout.BRICK_N, layout.BRICK_K
 WORDS = N * K // 8
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
+CODES_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def pack(scheme: "W4A16", tensors: Tensors) -> tuple[Shape, Tensor]:
             "with one of these dtypes."
         )
     codes = scheme.codes(tensors)
-    shape = shape_of(scheme, *codes.shape, scales.dtype)
+    n, k = codes.shape
+    shape = shape_of(scheme, n, k, scales.dtype)
     zeros = scheme.zeros(tensors)
     if shape.planes == 1:
         moved = 8 - scheme.grid.middle  # 2 and 3 bits: the middle of the grid is the kernel's 8
@@ -109,7 +111,11 @@ def unpack(scheme: "W4A16", shape: Shape, records: Tensor) -> dict[str, Tensor]:
 
 
 def _records(shape: Shape, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    words = layout.brick().pack(codes).view(shape.bands, shape.k_tiles, WORDS)
+    # Some rows at a time: packing widens codes to 64 bits.
+    step = max(1, CODES_AT_ONCE // (N * codes.shape[1])) * N
+    starts = range(0, len(codes), step)
+    words = torch.cat([layout.brick().pack(codes[start : start + step]) for start in starts])
+    words = words.view(shape.bands, shape.k_tiles, WORDS)
     parts = [words, _by_lane(shape, scales).view(torch.int32)]
     if shape.zeros:
         parts.append(layout.pack_stream(_by_lane(shape, zeros), 4))
@@ -118,9 +124,7 @@ def _records(shape: Shape, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tens
 
 def _parts(shape: Shape, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # codes, scales, zeros
     groups = shape.record_groups
-    words, scales, zeros = records.split(
-        [WORDS, groups * N // 2, shape.record_words - WORDS - groups * N // 2], dim=-1
-    )
+    words, scales, zeros = records.tensor_split((WORDS, WORDS + groups * N // 2), dim=-1)
     codes = layout.brick().unpack(words.reshape(shape.bands, -1), shape.n, shape.k)
     scales = _by_row(shape, scales.contiguous().view(shape.scale_dtype))
     if not shape.zeros:

@@ -112,7 +112,7 @@ class CpuOp:
         low = self.sz[: self.padded_k // self.kernel_group]
         return low[:: self.group // self.kernel_group, :, 0]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = x.shape
         x = x.reshape(-1, self.k)
         if self.order is not None:
@@ -121,7 +121,8 @@ class CpuOp:
             y = self._kernel(x, self.sz)
         else:
             y = self._panels(x)
-        return y.view(*shape[:-1], self.n)
+        y = y.view(*shape[:-1], self.n)
+        return y if bias is None else y + bias
 
     def _kernel(self, x: Tensor, sz: Tensor) -> Tensor:
         if self.padded_k != self.k:

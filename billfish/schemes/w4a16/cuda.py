@@ -1,42 +1,46 @@
 """w4a16 on an NVIDIA GPU: records in memory, our own kernels, torch's current stream.
 
-Up to 16 tokens run in w4a16_decode at the speed of memory, up to 64 in slices of 16, more through
-decoded panels and the library's matrix product. All of it is one operator of torch, so that
-torch.compile traces it and CUDA graphs capture it. Nothing compiles after the first `load`.
+Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
+from sm_80 on), up to 64 in slices of 16, more through decoded panels and the library's matrix
+product. All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture
+it. Kernels are compiled when a layer is arranged, never during a capture.
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from billfish.errors import UserError
-from billfish.kernels.device import Gpu, gpu
+from billfish.kernels import jit
+from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel, Loaded
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4a16 import arrange
-from billfish.schemes.w4a16.tile import MOST_TOKENS, Tile, pick_tile
+from billfish.schemes.w4a16 import arrange, stripe, tile
 
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
-DECODE_THREADS = 320  # decode.cuh: two warps that copy, eight that multiply
-PANEL_THREADS = 256
+PANEL_THREADS = 256  # panel.cuh
+# Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
+STRIPE_BANDS = 2  # of a tile, MARLIN's 128 outputs
 
 
 @dataclass(frozen=True)
 class Kind:
     """What names an instance of the kernels, beside the activations' type."""
 
+    kernel: Literal["decode", "stripe"]
     group: int  # of a record: 32, 64, 128
     zeros: bool
     planes: int
@@ -49,7 +53,8 @@ class Kind:
 
 
 KINDS = [
-    Kind(group, zeros, planes, dtype)
+    Kind(kernel, group, zeros, planes, dtype)
+    for kernel in ("decode", "stripe")
     for group in (32, 64, 128)
     for zeros in (False, True)
     for planes in (1, 2)
@@ -57,64 +62,120 @@ KINDS = [
 ]
 
 
-def _name(kernel: str, *arguments: object) -> str:
-    words = [str(a).lower() if isinstance(a, bool) else str(a) for a in arguments]
-    return f"billfish::{kernel}<{', '.join(words)}>"
-
-
 @functools.cache
-def decode_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
-    name = _name("w4a16_decode", TYPES[dtype], TYPES[kind.scale_dtype], kind.group, kind.zeros,
-                 tokens, bands)  # fmt: skip
-    return Kernel(Program(HERE / "decode.cuh", name))
+def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    """For up to 16 tokens."""
+    zeros = str(kind.zeros).lower()
+    arguments = f"{TYPES[dtype]}, {TYPES[kind.scale_dtype]}, {kind.group}, {zeros}"
+    name = f"billfish::w4a16_{kind.kernel}<{arguments}, {tokens}, {bands}>"
+    return Kernel(Program(HERE / f"{kind.kernel}.cuh", name))
 
 
 @functools.cache
 def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
-    name = _name("w4a16_panel", TYPES[dtype], TYPES[kind.scale_dtype], kind.group, kind.zeros,
-                 kind.planes)  # fmt: skip
-    return Kernel(Program(HERE / "panel.cuh", name))
+    zeros = str(kind.zeros).lower()
+    arguments = f"{TYPES[dtype]}, {TYPES[kind.scale_dtype]}, {kind.group}, {zeros}, {kind.planes}"
+    return Kernel(Program(HERE / "panel.cuh", f"billfish::w4a16_panel<{arguments}>"))
+
+
+def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
+    k = 2 * scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
+    shape = arrange.shape_of(scheme, 1, k, scale_dtype)
+    return Kind(kernel, shape.record_group, shape.zeros, shape.planes, scale_dtype)
+
+
+def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+    """Every kernel that a layer of this scheme and a model in `dtype` can need on such a GPU."""
+    hopper = int(arch.removeprefix("sm_").rstrip("a")) >= 90
+    kind = kind_of(scheme, "decode" if hopper else "stripe", dtype)
+    bands = (1, 2, 4) if hopper else (STRIPE_BANDS,)
+    kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in bands]
+    return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))
+
+
+def prepare(
+    schemes: Iterable["W4A16"],
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Compile what layers of these schemes will need, side by side; a no-op once it is cached."""
+    if dtype in TYPES:
+        arch = gpu(device).arch
+        needed = {p: None for scheme in schemes for p in programs(scheme, dtype, arch)}
+        jit.build_all(list(needed), arch, say)
 
 
 class Plan:
-    """One layer's launches on one device, looked up once and kept."""
+    """One layer's launches on one device: all that does not change from call to call."""
 
     def __init__(self, index: int, n: int, k: int, kind: Kind, dtype: torch.dtype) -> None:
         self.n, self.k, self.kind, self.dtype = n, k, kind, dtype
-        self.gpu: Gpu = gpu(index)
         self.bands, self.k_tiles = -(-n // arrange.N), -(-k // arrange.K) * kind.planes
-        self.tiles = {tokens: self._pick(tokens) for tokens in (8, 16)}
         self.panel = panel_kernel(kind, dtype).load(index)
-        self.decode: dict[int, Loaded] = {
-            tokens: decode_kernel(kind, dtype, tokens, tile.bands).load(index)
-            for tokens, tile in self.tiles.items()
-        }
+        make = self._decode if kind.kernel == "decode" else self._stripe
+        self.few = {tokens: make(index, tokens) for tokens in (8, 16)}
 
-    def _pick(self, tokens: int) -> Tile:
-        return pick_tile(tokens, self.n, self.k_tiles, self.kind.record_bytes, self.gpu.sms,
-                         self.gpu.smem_per_sm)  # fmt: skip
+    def _decode(self, index: int, tokens: int) -> Callable[..., None]:
+        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
+        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
+        n, k_tiles = self.n, self.k_tiles
 
-    def run(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """x (m, k) contiguous, its rows on multiples of 16 bytes, m <= 16."""
-        m = x.shape[0]
-        tokens = 8 if m <= 8 else 16
-        tile = self.tiles[tokens]
-        self.decode[tokens].launch(
-            tile.blocks, DECODE_THREADS,
-            (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-             out.data_ptr(), m, self.n, x.shape[1], self.k_tiles, tile.stages),
-            tile.smem, tile.cluster, True,
-        )  # fmt: skip
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+            m, x_k = x.shape
+            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                         out.data_ptr(), m, n, x_k, k_tiles, how.stages)  # fmt: skip
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
+
+        return run
+
+    def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
+        how = stripe.Stripes(self.n, self.k_tiles, STRIPE_BANDS, gpu(index).sms)
+        smem = stripe.smem_bytes(tokens, STRIPE_BANDS, self.kind.record_bytes)
+        kernel = few_kernel(self.kind, self.dtype, tokens, STRIPE_BANDS).load(index)
+        n, k_tiles = self.n, self.k_tiles
+
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+            m, x_k = x.shape
+            workspace, locks = meeting_place(index, kernel)
+            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                         out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
+                         k_tiles)  # fmt: skip
+            kernel.launch(how.blocks, stripe.THREADS, arguments, smem)
+
+        return run
 
     def decoded(self, records: Tensor, start: int, end: int) -> Tensor:
         """Weights of bands [start, end): (rows, k)."""
         rows = min(end * arrange.N, self.n) - start * arrange.N
         out = torch.empty(rows, self.k, dtype=self.dtype, device=records.device)
-        self.panel.launch(
-            (self.k_tiles // self.kind.planes, end - start), PANEL_THREADS,
-            (records[start].data_ptr(), out.data_ptr(), rows, self.k),
-        )  # fmt: skip
+        grid = (self.k_tiles // self.kind.planes, end - start)
+        arguments = (records[start].data_ptr(), out.data_ptr(), rows, self.k)
+        self.panel.launch(grid, PANEL_THREADS, arguments)
         return out
+
+
+_meeting_places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+
+def meeting_place(index: int, kernel: Loaded) -> tuple[Tensor, Tensor]:
+    """Workspace and locks of w4a16_stripe: kernels of one stream follow one another and share them.
+
+    A captured graph has its own, since it may be replayed beside any stream.
+    """
+
+    def new() -> tuple[Tensor, Tensor]:
+        size = kernel.gpu.sms * STRIPE_BANDS * arrange.N * tile.MOST_TOKENS
+        device = torch.device("cuda", index)
+        workspace = torch.empty(size, dtype=torch.float32, device=device)
+        return workspace, torch.zeros(kernel.gpu.sms, dtype=torch.int32, device=device)
+
+    if torch.cuda.is_current_stream_capturing():
+        return new()
+    key = (index, torch.cuda.current_stream(index).cuda_stream)
+    if key not in _meeting_places:
+        _meeting_places[key] = new()
+    return _meeting_places[key]
 
 
 @functools.cache
@@ -123,76 +184,133 @@ def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
 
 
 def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
-    """x (m, k) -> (m, n)."""
-    m = x.shape[0]
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    """x (m, k) -> (m, n), in x's dtype. Allocates the result and, past 64 tokens, a panel."""
+    m, dtype = x.shape[0], x.dtype
+    if dtype not in TYPES:
+        raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
+    if x.shape[1] != k:
+        raise ValueError(f"activations have {x.shape[1]} columns, the layer takes {k}")
+    out = torch.empty((m, n), dtype=dtype, device=x.device)
     if m == 0:
         return out
-    how = plan(x.device.index, n, k, kind, x.dtype)
-    if m > MOST_TOKENS * MOST_SLICES:
+    how = plan(x.device.index, n, k, kind, dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    if m > tile.MOST_TOKENS * MOST_SLICES:
         step = max(1, PANEL_WEIGHTS // (k * arrange.N))
         for start in range(0, how.bands, step):
             weight = how.decoded(records, start, min(start + step, how.bands))
-            torch.mm(x, weight.T, out=out[:, start * arrange.N :][:, : len(weight)])
+            columns = slice(start * arrange.N, start * arrange.N + len(weight))
+            out[:, columns] = x @ weight.T
         return out if bias is None else out.add_(bias)
     if k % 8:
         x = pad(x, (0, -k % 8))
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    for start in range(0, m, MOST_TOKENS):
-        how.run(x[start : start + MOST_TOKENS], records, bias, out[start : start + MOST_TOKENS])
+    if m <= tile.MOST_TOKENS:
+        how.few[8 if m <= 8 else 16](x, records, bias, out)
+        return out
+    for start in range(0, m, tile.MOST_TOKENS):
+        some = slice(start, start + tile.MOST_TOKENS)
+        how.few[tile.tokens_of(m - start)](x[some], records, bias, out[some])
     return out
 
 
-_library = torch.library.Library("billfish", "FRAGMENT")
-_library.define(
+# Library.impl costs 5 us a call; the custom_op decorator 22 (H200).
+_library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind) -> Tensor"
 )
-_library.impl("w4a16_linear", linear, "CUDA")
+_library.impl("w4a16_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("billfish::w4a16_linear", lib=_library)
-def _shape(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
+@torch.library.register_fake("billfish::w4a16_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _fake(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
     return x.new_empty(x.shape[0], n)
 
 
 class CudaOp:
-    name: ClassVar[str] = "cuda"
+    """Hopper's kernel: bulk copies, clusters, dependent launches."""
 
-    @staticmethod
-    def refuses(scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
+    name: ClassVar[str] = "cuda"
+    kernel: ClassVar[Literal["decode", "stripe"]] = "decode"
+    least: ClassVar[tuple[int, int]] = (9, 0)  # compute capability
+
+    @classmethod
+    def refuses(cls, scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
-        size = scheme.group_size
-        if size not in (-1, k) and size % 32:
+        size = k if scheme.group_size == -1 else scheme.group_size
+        if size != k and size % 32:
             return f"groups of {size}; its kernels take multiples of 32, and -1."
+        if not torch.cuda.is_available():
+            return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
+        found = torch.cuda.get_device_capability(index_of(device))
+        if found < cls.least:
+            asked = ".".join(map(str, cls.least))
+            return f"it needs compute capability {asked}; this GPU has {found[0]}.{found[1]}."
+        try:
+            jit.version()
+        except UserError as error:
+            return str(error)
         return None
 
     def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:
-        self.scheme = scheme
-        tensors = dict(tensors)
-        self.g_idx = tensors.pop("weight_g_idx", None)
+        self.scheme = self.inner = scheme
+        self.g_idx = tensors["weight_g_idx"] if scheme.has_g_idx else None
         self.order: Tensor | None = None
-        self.shape, self.records = arrange.pack(scheme, tensors)
+        if self.g_idx is not None:
+            tensors = self._sorted(tensors, self.g_idx)
+        self.shape, self.records = arrange.pack(self.inner, tensors)
         shape = self.shape
-        self.kind = KINDS.index(
-            Kind(shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
-        )
+        kind = Kind(self.kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
+        self.kind = KINDS.index(kind)
+        # A kernel fetches weights before it waits for earlier kernels: these must have ended.
+        torch.cuda.current_stream(self.records.device).synchronize()
+        plan(index_of(self.records.device), shape.n, shape.k, self.kind, shape.scale_dtype)
+
+    def _sorted(self, tensors: Tensors, g_idx: Tensor) -> dict[str, Tensor]:
+        """Columns of one group next to each other; x follows by one gather per call."""
+        scales, codes = tensors["weight_scale"], self.scheme.codes(tensors)
+        k, groups = codes.shape[1], scales.shape[1]
+        sizes = g_idx.bincount(minlength=groups)
+        if bool((sizes != k // groups).any()):
+            raise UserError(
+                f"weight_g_idx has groups of {int(sizes.min())} to {int(sizes.max())} columns; "
+                f'op "{self.name}" runs groups of one size. op="reference" runs any, slowly.'
+            )
+        self.order = torch.argsort(g_idx, stable=True)
+        self.inner = replace(self.scheme, has_g_idx=False, group_size=k // groups)
+        return self.inner.pack(codes[:, self.order], scales, self.scheme.zeros(tensors))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = self.shape
+        rows = x.reshape(-1, x.shape[-1])
+        if self.order is not None:
+            rows = rows[:, self.order]
         y: Tensor = torch.ops.billfish.w4a16_linear(
-            x.reshape(-1, shape.k), self.records, bias, shape.n, shape.k, self.kind
+            rows, self.records, bias, shape.n, shape.k, self.kind
         )
-        return y.view(*x.shape[:-1], shape.n)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], shape.n)
 
     def canonical(self) -> dict[str, Tensor]:
-        return arrange.unpack(self.scheme, self.shape, self.records)
+        tensors = arrange.unpack(self.inner, self.shape, self.records)
+        if self.g_idx is None or self.order is None:
+            return tensors
+        codes = self.inner.codes(tensors)[:, torch.argsort(self.order)]
+        zeros = self.inner.zeros(tensors)
+        packed = self.scheme.pack(codes, tensors["weight_scale"], zeros)
+        return {**packed, "weight_g_idx": self.g_idx}
 
     def nbytes(self) -> int:
-        return self.records.nbytes
+        kept = (self.records, self.g_idx, self.order)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
 
-def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
-    raise UserError("later")
+class StripeOp(CudaOp):
+    """MARLIN's own way, for GPUs from Ampere on."""
+
+    name: ClassVar[str] = "stripe"
+    kernel: ClassVar[Literal["decode", "stripe"]] = "stripe"
+    least: ClassVar[tuple[int, int]] = (8, 0)

@@ -26,14 +26,15 @@ constexpr int kCluster = 2;  // the only size that reaches every SM: GPCs have o
 constexpr int kFirstMathWarp = 2;
 constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
-// One stage of the ring: one slice of kBands records, or two slices of one record; a barrier round
-// for less than 8 KB would cost a quarter of the bandwidth (docs/LOG.md).
+// One stage of the ring: four records, of one, two or four bands. Each math warp has one half of one
+// of them, and there is one round of barriers for 16 KB: more often, they cost bandwidth (docs/LOG.md).
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
-    static constexpr int kSlices = kBands == 1 ? 2 : 1;
+    static constexpr int kSlices = 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kBands * kSlices * kRecordBytes;  // byte offsets
     static constexpr int kBytes = kX + kSlices * kTokens * kXRowBytes;
+    static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
 // Shared memory: [barriers, 256 B][stages][2 x partial sums]. schemes/w4a16/tile.py counts the same.
@@ -44,20 +45,25 @@ constexpr int kBarrierBytes = 256;
 struct Slot {
     int index = 0;
     u32 parity = 0;
-    BILLFISH_DEVICE void advance(int stages) {
-        if (++index == stages) index = 0, parity ^= 1;
+    BILLFISH_DEVICE bool advance(int stages) {  // true: from the last place to the first
+        if (++index != stages) return false;
+        index = 0, parity ^= 1;
+        return true;
     }
 };
+
+#if __CUDA_ARCH__ >= 900
 
 // What a block has to do. Asked again wherever it is needed: kept, it would cost the inner loop
 // registers, and special registers are cheap to read.
 struct Share {
-    int rank, first_band, bands, k_begin, span;
+    int rank, first_band, bands, most_bands, k_begin, span;
     BILLFISH_DEVICE Share(int n, int k_tiles) {
         const u32 total = (n + kRecordN - 1) / kRecordN, index = cluster_index(), count = cluster_count();
         rank = cluster_rank();
         first_band = total * index / count;  // some 10^5 bands x 10^2 clusters
         bands = total * (index + 1) / count - first_band;
+        most_bands = (total + count - 1) / count;
         k_begin = k_tiles * rank / kCluster;
         span = k_tiles * (rank + 1) / kCluster - k_begin;
     }
@@ -65,6 +71,17 @@ struct Share {
     // Bands before pass `pass` of `passes`: as even as can be.
     BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
 };
+
+// A block with nothing to do stays about as long as others need: an SM with both places free would
+// get two blocks of one of the next kernels, which then wait for that SM (9.4 us became 13.3 for
+// 14336 x 4096, where 64 bands meet 66 clusters). A record takes 128 ns of an SM's bandwidth.
+BILLFISH_DEVICE void linger(int records) {
+    dependency_wait();
+    for (const u64 begin = nanoseconds(); nanoseconds() - begin < 100u * records;)
+        sleep_nanoseconds(200);
+}
+
+#endif
 
 // `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
 // last tile: codes of more than 4 bits are two planes of nibbles along k.
@@ -76,10 +93,9 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
 #if __CUDA_ARCH__ >= 900
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kSlices = Stage::kSlices;
-    constexpr int kWarpsN = kBands * 2;             // warps that share a slice
-    constexpr int kStripes = kMathWarps / kWarpsN;  // slices that are worked on at a time
+    constexpr int kWarpsN = kBands * 2;  // warps that share a slice
     constexpr int kBlocks = kTokens / 8;
-    static_assert(kStripes % kSlices == 0, "a warp has the same slice of every stage");
+    static_assert(kWarpsN * kSlices == kMathWarps, "a half record for each warp");
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
@@ -91,7 +107,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's part of x
-            barrier_init(empty + 8 * i, kWarpsN * kSlices);
+            barrier_init(empty + 8 * i, kMathWarps);
         }
         barrier_init(reduced, 1);
         barrier_init(reduced + 8, 1);
@@ -130,6 +146,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                         slot.advance(stages);
                     }
                 }
+                if (passes == 0) linger(share.most_bands * span);
             }
             __syncwarp();
         } else {
@@ -168,46 +185,51 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         return;
     }
 
-    const int worker = warp - kFirstMathWarp, stripe = worker / kWarpsN, within = worker % kWarpsN;
-    const int band = within / 2, sub = stripe % kSlices;
-    const LanePlaces places(lane, within % 2);
+    const int worker = warp - kFirstMathWarp, sub = worker / kWarpsN, within = worker % kWarpsN;
+    const int band = within / 2;
+    LanePlaces places = LanePlaces::of<Record<kGroup, kAsymmetric>>(
+        ring + (band * kSlices + sub) * Stage::kRecordBytes,
+        ring + Stage::kX + sub * kTokens * kXRowBytes, lane, within % 2);
     Slot slot;
     cluster_wait();     // before the first store into a neighbour
     dependency_wait();  // without x there is nothing to do, and waiting here polls nothing
     for (int pass = 0, passes = Share(n, k_tiles).passes(kBands); pass < passes; ++pass) {
         float acc[2][kBlocks][4] = {};
-        int have, span;
+        int left, have;  // slices from this warp's on; bands of this pass
         {
             const Share share(n, k_tiles);
-            have = share.before(pass + 1, passes) - share.before(pass, passes), span = share.span;
+            left = share.span - sub;
+            have = share.before(pass + 1, passes) - share.before(pass, passes);
         }
-        for (int slice = sub; slice - sub < span; slice += kSlices, slot.advance(stages)) {
-            const u32 stage = ring + slot.index * Stage::kBytes;
+        for (; left + sub > 0; left -= kSlices) {
+            const u32 used = empty + 8 * slot.index;
+            const auto release = [&] {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(used);
+            };
             barrier_wait(full + 8 * slot.index, slot.parity);
-            if (slice % kStripes != stripe) continue;
-            if (band < have && slice < span)
-                multiply<T, S, kGroup, kAsymmetric, kTokens>(
-                    stage + (band * kSlices + sub) * Stage::kRecordBytes,
-                    stage + Stage::kX + sub * kTokens * kXRowBytes, places, acc);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * slot.index);
+            if (band < have && left > 0)
+                multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
+            else
+                release();
+            places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 
         // MARLIN 3.4: partial sums meet once a tile. Two buffers: whoever writes the next but one
         // has seen all blocks' sums of the next, which they send after reading this one's.
-        constexpr int kSumsBytes = kStripes * kBands * kRecordN * kTokens * 4;
-        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // a block owns
+        constexpr int kSumsBytes = kSlices * kBands * kRecordN * kTokens * 4;
+        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
         const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * kSumsBytes;
         const u32 barrier = reduced + (pass & 1) * 8;
         if (threadIdx.x == 32 * kFirstMathWarp)
-            barrier_arrive_expect(barrier, kCluster * kStripes * rows * ((m + 1) / 2) * 8);
+            barrier_arrive_expect(barrier, kCluster * kSlices * rows * ((m + 1) / 2) * 8);
         if (band < have) {
 #pragma unroll
             for (int brick = 0; brick < 2; ++brick) {
 #pragma unroll
                 for (int lower = 0; lower < 2; ++lower) {
                     const int row = within * 32 + brick * 16 + lower * 8 + lane / 4;
-                    const int owner = row >= rows, part = rank * kStripes + stripe;
+                    const int owner = row >= rows, part = rank * kSlices + sub;
                     const u32 to = in_block(
                         buffer + ((part * rows + row - owner * rows) * kTokens + lane % 4 * 2) * 4, owner);
                     const u32 signal = in_block(barrier, owner);
@@ -221,18 +243,18 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 }
             }
         }
-        const Share share(n, k_tiles);
+        const Share share(n, k_tiles);  // here, where there is something to wait for
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
         barrier_wait(barrier, pass >> 1 & 1);
         for (int item = worker; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + lane;
             if (row >= rows || first + row >= n) continue;
-            float part[kCluster * kStripes], total = 0;
+            float part[kCluster * kSlices], total = 0;
 #pragma unroll
-            for (int i = 0; i < kCluster * kStripes; ++i)
+            for (int i = 0; i < kCluster * kSlices; ++i)
                 part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
 #pragma unroll
-            for (int i = 0; i < kCluster * kStripes; ++i) total += part[i];
+            for (int i = 0; i < kCluster * kSlices; ++i) total += part[i];
             if (bias != nullptr) total += T::to_float(bias[first + row]);
             out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
         }

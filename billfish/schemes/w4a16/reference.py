@@ -21,9 +21,10 @@ class ReferenceOp:
     def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:
         self.scheme, self.tensors = scheme, dict(tensors)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = self.scheme.dequantize(self.tensors).double()
-        return (x.double() @ weight.T).to(x.dtype)
+        y = x.double() @ weight.T
+        return (y if bias is None else y + bias.double()).to(x.dtype)
 
     def canonical(self) -> dict[str, Tensor]:
         return dict(self.tensors)

@@ -186,6 +186,16 @@ BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
         ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
 }
 
+// -- time
+
+BILLFISH_DEVICE u64 nanoseconds() {
+    u64 v;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+    return v;
+}
+
+BILLFISH_DEVICE void sleep_nanoseconds(u32 about) { asm volatile("nanosleep.u32 %0;" ::"r"(about)); }
+
 // -- programmatic dependent launch, sm_90
 
 // Lets the next kernel of the stream start; its own dependency_wait still waits for our end.

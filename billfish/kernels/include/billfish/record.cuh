@@ -35,18 +35,26 @@ BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {
     return token * kXRowBytes + ((chunk ^ ((token & 1) << 2)) << 4);
 }
 
-// Where a lane finds its own in a record and in a slice of activations, found once a kernel.
+// Where a lane finds its own: addresses in shared memory, found once a kernel and moved from stage
+// to stage. Activations begin on a multiple of 128 bytes.
 struct LanePlaces {
-    u32 words, scales, x;
-    BILLFISH_DEVICE LanePlaces(int lane, int half) {
+    u32 words, scales, zeros, x;
+    template <class R>
+    static BILLFISH_DEVICE LanePlaces of(u32 record, u32 x, int lane, int half) {
         const int quad = lane / 4, pair = lane % 4;
-        words = half * 2 * kBrickBytes + lane * 16;
-        scales = (half * 8 + quad) * 8;
-        x = x_smem_offset(quad, pair);
+        LanePlaces places;
+        places.words = record + half * 2 * kBrickBytes + lane * 16;
+        places.scales = record + R::kScales + (half * 8 + quad) * 8;
+        places.zeros = record + R::kZeros + (half * 8 + quad) * 2;
+        places.x = x + x_smem_offset(quad, pair);
+        return places;
+    }
+    BILLFISH_DEVICE void move(u32 by) {  // to another stage of a ring
+        words += by, scales += by, zeros += by, x += by;
     }
     // The B fragments of k16 steps 2 k32 and 2 k32 + 1 of tokens 8 block to 8 block + 7.
-    BILLFISH_DEVICE void load_x(u32 (&b)[4], u32 from, int block, int k32) const {
-        const u32 mine = from + (k32 % 2 ? x ^ 64 : x);  // chunk + 4
+    BILLFISH_DEVICE void load_x(u32 (&b)[4], int block, int k32) const {
+        const u32 mine = k32 % 2 ? x ^ 64 : x;  // chunk + 4, wherever the XOR has put it
         const uint4 v = load_smem_16(mine + block * 8 * kXRowBytes + k32 / 2 * 128);
         b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
     }
@@ -58,11 +66,11 @@ struct LanePlaces {
 // A warp takes one half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
 // 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. Every warp
 // sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
-// order of all sums is the same for every kTokens.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens>
-BILLFISH_DEVICE void multiply(u32 record, u32 x, const LanePlaces& places,
-                              float (&acc)[2][kTokens / 8][4]) {
-    using R = Record<kGroup, kAsymmetric>;
+// order of all sums is the same for every kTokens. `release` is called when the last byte has been
+// read, before the sums are there.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
+BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens / 8][4],
+                              Release release) {
     constexpr int kSteps = kGroup / 16;
     constexpr int kBlocks = kTokens / 8;
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
@@ -75,50 +83,55 @@ BILLFISH_DEVICE void multiply(u32 record, u32 x, const LanePlaces& places,
         u32 word[2][4];
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(record + places.words + (k64 * 4 + brick) * kBrickBytes);
+            const uint4 v = load_smem_16(places.words + (k64 * 4 + brick) * kBrickBytes);
             word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
         }
-        u32 b[kBlocks][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (j % 2 == 0) {
-#pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    places.load_x(b[block], x, block, k64 * 2 + j / 2);
+        for (int k32 = 0; k32 < 2; ++k32) {
+            const int group = (k64 * 4 + k32 * 2) / kSteps;
+            const bool last = kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1);
+            uint2 bits;
+            u32 zeros = 0x8888u;
+            if (last) {
+                bits = load_smem_8(places.scales + group * 128);
+                if (kAsymmetric) zeros = load_smem_2(places.zeros + group * 32);
             }
-            const bool first = kGroup == 128 ? k64 == 0 && j == 0 : j % kSteps == 0;
-            const bool last = kGroup == 128 ? k64 == 1 && j == 3 : (j + 1) % kSteps == 0;
-            u32 a[2][4];
-            Raw<T>::fragment(word[0][j], a[0]);
-            Raw<T>::fragment(word[1][j], a[1]);
+            u32 a[2][2][4];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                Raw<T>::fragment(word[0][k32 * 2 + j], a[j][0]);
+                Raw<T>::fragment(word[1][k32 * 2 + j], a[j][1]);
+            }
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
-                const u32 b0 = b[block][j % 2 * 2], b1 = b[block][j % 2 * 2 + 1];
-                if (first) {
-                    T::mma_first(total[block], kOne, b0, b1);
-                    T::mma_first(part[0][block], a[0], b0, b1);
-                    T::mma_first(part[1][block], a[1], b0, b1);
-                } else {
-                    T::mma(total[block], kOne, b0, b1);
-                    T::mma(part[0][block], a[0], b0, b1);
-                    T::mma(part[1][block], a[1], b0, b1);
+                u32 b[4];
+                places.load_x(b, block, k64 * 2 + k32);
+                if (last && block == kBlocks - 1 && (kGroup == 128 || k64 * 2 + k32 == 3)) release();
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int step = k64 * 4 + k32 * 2 + j;
+                    const bool first = kGroup == 128 ? step == 0 : (k32 * 2 + j) % kSteps == 0;
+                    const u32 b0 = b[2 * j], b1 = b[2 * j + 1];
+                    if (first) {
+                        T::mma_first(total[block], kOne, b0, b1);
+                        T::mma_first(part[0][block], a[j][0], b0, b1);
+                        T::mma_first(part[1][block], a[j][1], b0, b1);
+                    } else {
+                        T::mma(total[block], kOne, b0, b1);
+                        T::mma(part[0][block], a[j][0], b0, b1);
+                        T::mma(part[1][block], a[j][1], b0, b1);
+                    }
                 }
-            }
-            if (!last) continue;
-            const int group = (k64 * 4 + j) / kSteps;
-            const uint2 bits = load_smem_8(record + places.scales + R::kScales + group * 128);
-            const float scale[4] = {S::to_float(bits.x & 0xffff), S::to_float(bits.x >> 16),
-                                    S::to_float(bits.y & 0xffff), S::to_float(bits.y >> 16)};
-            const u32 zeros = kAsymmetric ? load_smem_2(record + places.scales / 4 + R::kZeros + group * 32) : 0x8888u;
+                if (!last) continue;
 #pragma unroll
-            for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, its upper or lower part
-                const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
-#pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
+                for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower part
+                    const u32 half = row / 2 ? bits.y : bits.x;
+                    const float scale = S::to_float(row % 2 ? half >> 16 : half & 0xffff);
+                    const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
 #pragma unroll
                     for (int i = row % 2 * 2; i < row % 2 * 2 + 2; ++i) {
                         const float sum = fmaf(-zero, total[block][i], part[row / 2][block][i]);
-                        acc[row / 2][block][i] = fmaf(scale[row], sum, acc[row / 2][block][i]);
+                        acc[row / 2][block][i] = fmaf(scale, sum, acc[row / 2][block][i]);
                     }
                 }
             }

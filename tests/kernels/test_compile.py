@@ -1,0 +1,156 @@
+"""Every kernel that w4a16 can need compiles, for every architecture, and keeps to registers.
+
+No GPU and no cache: NVRTC compiles what is in the tree now. And the rules of the kernels' text.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import billfish
+from billfish.errors import UserError
+from billfish.kernels import cache, jit
+from billfish.schemes.w4a16 import W4A16, cuda
+
+PACKAGE = Path(billfish.__file__).parent
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+SCHEMES = [
+    W4A16(bits, group, symmetric)
+    for bits in (4, 8)
+    for group in (32, 64, 128, -1)
+    for symmetric in (True, False)
+]
+DTYPES = (torch.float16, torch.bfloat16)
+TEXTS = sorted(PACKAGE.rglob("*.cuh"))
+ASM_FOLDER = PACKAGE / "kernels" / "include" / "billfish"
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# A body that an #if of the architecture leaves empty needs fewer than ten.
+FEWEST_REGISTERS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache_of_the_user(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BILLFISH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("BILLFISH_JIT_DEBUG", raising=False)
+        patch.setattr(cache, "_memory", {})
+        yield
+
+
+def programs(arch):
+    """Each once, though schemes share them."""
+    return list(
+        {
+            program: None
+            for scheme in SCHEMES
+            for dtype in DTYPES
+            for program in cuda.programs(scheme, dtype, arch)
+        }
+    )
+
+
+def complaints(program, arch):
+    """What is wrong with a program; an empty list as a rule."""
+    try:
+        cubin = jit.compile(program, arch)
+    except UserError as error:
+        return [str(error)]
+    found = []
+    if not cubin.code.startswith(b"\x7fELF"):
+        found.append("no machine code")
+    if cubin.spill_bytes != 0:
+        found.append(f"{cubin.spill_bytes} bytes spilled")
+    if cubin.stack_bytes != 0:
+        found.append(f"{cubin.stack_bytes} bytes of stack")
+    if cubin.registers < FEWEST_REGISTERS:
+        found.append(f"{cubin.registers} registers: unknown, or no body on this architecture")
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_program_compiles_without_spills(arch):
+    wanted = programs(arch)
+    assert wanted
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda program: complaints(program, arch), wanted))
+    wrong = [
+        f"{program.name}: {complaint}"
+        for program, told in zip(wanted, found, strict=True)
+        for complaint in told
+    ]
+    bad = sum(map(bool, found))
+    assert not wrong, f"{bad} of {len(wanted)} for {arch}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_programs_are_named_once_and_follow_the_scheme(arch, dtype):
+    for scheme in SCHEMES:
+        found = cuda.programs(scheme, dtype, arch)
+        assert found and len(set(found)) == len(found), scheme
+        assert found == cuda.programs(scheme, dtype, arch)  # the same order, too
+        assert all(program.source in TEXTS for program in found)
+    for one, other in ((W4A16(4, 32), W4A16(4, 64)), (W4A16(4, 32), W4A16(4, 32, False))):
+        assert set(cuda.programs(one, dtype, arch)) != set(cuda.programs(other, dtype, arch))
+
+
+def test_complaints_can_be_heard(tmp_path):
+    """The judge itself: spills, empty bodies and broken text are seen."""
+    values = " ".join(f"float v{i} = x[{i} * 32 + threadIdx.x];" for i in range(64))
+    total = " ".join(f"x[{i} * 32 + threadIdx.x] = v{63 - i};" for i in range(64))
+    source = tmp_path / "broken.cuh"
+    source.write_text(
+        "__global__ void empty(float* x) {}\n"
+        "__global__ void stack(float* x, int n) {\n"
+        "  float local[64];\n"
+        "  for (int i = 0; i < 64; ++i) local[i * n % 64] = x[i];\n"
+        "  for (int i = 0; i < 64; ++i) x[i] = local[i * 7 * n % 64];\n}\n"
+        "__global__ void __launch_bounds__(1024, 2) heavy(float* x) {\n"
+        f"  {values} __syncthreads(); {total}\n}}\n"
+    )
+
+    def heard(name):
+        return " ".join(complaints(jit.Program(source, name), "sm_90a"))
+
+    assert "no body" in heard("empty")
+    assert "bytes of stack" in heard("stack")
+    assert "spilled" in heard("heavy")
+    assert "nothing" in heard("nothing")
+
+
+# -- the text
+
+
+def relative(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def test_there_is_text():
+    assert {"record.cuh", "ptx.cuh", "probe.cuh"} <= {path.name for path in TEXTS}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=relative)
+def test_asm_is_in_one_folder(path):
+    code = COMMENT.sub("", path.read_text())
+    assert path.parent == ASM_FOLDER or not re.search(r"\b(asm|__asm__)\b", code)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=relative)
+def test_kernels_include_nothing_but_billfish(path):
+    """CUDA's headers cost seconds a kernel, and the cache would not see another file change."""
+    for included in re.findall(r"^[ \t]*#[ \t]*include\b(.*)$", path.read_text(), re.MULTILINE):
+        name = re.fullmatch(r'\s*"(billfish/\w+\.cuh)"\s*', included)
+        assert name, f"#include {included.strip()}"
+        assert (jit.INCLUDE / name[1]).is_file()
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=relative)
+def test_kernels_are_short_and_narrow(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 450, "split it along an idea"
+    wide = [f"{i}: {len(line)} columns" for i, line in enumerate(lines, 1) if len(line) > 100]
+    assert not wide, f"{path.name}: {', '.join(wide)}"
+    assert not any("\t" in line or line != line.rstrip() for line in lines)
