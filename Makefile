@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL ?=
 
-.PHONY: demo test test-vllm lint types clean
+.PHONY: demo test test-gpu test-vllm lint types clean
 
 # torch comes first and alone: a later range then finds it satisfied and brings no other build.
 $(VENV)/.base: constraints.txt pyproject.toml
@@ -32,6 +32,10 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(BIN)/mypy
+
+# Opt-in: on a machine with an NVIDIA GPU and a CUDA build of torch in the environment.
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # Opt-in: stock vLLM in an environment of its own (several GB), on the CPU.
 test-vllm: $(VENV)/.test

@@ -1,1 +1,1 @@
-"""Measurements: generation now, kernels and serving when they exist."""
+"""Measurements: generation and kernels now, serving when it exists."""

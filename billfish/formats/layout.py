@@ -13,6 +13,7 @@ a code means.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -213,6 +214,7 @@ def brick_k(step: int, column: int) -> int:
     return 32 * (step // 2) + 8 * pair + 4 * (step % 2) + 2 * right + odd
 
 
+@cache
 def brick() -> Layout:
     """Words of the CUDA kernels of w4a16: a lane's 16 bytes are its own A fragments (QUICK 3).
 

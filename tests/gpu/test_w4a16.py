@@ -1,5 +1,7 @@
-"""CudaOp on a GPU against the oracle: exact decodes, products no worse than PyTorch's own, the same
+"""w4a16 on a GPU against the oracle: exact decodes, products no worse than PyTorch's own, the same
 bits in every run and beside any neighbour, and the rooms it must work in: streams, graphs, compile.
+
+Needs a Hopper GPU, which runs CudaOp and Ampere's StripeOp alike.
 """
 
 import math
@@ -23,7 +25,7 @@ from billfish.kernels.launch import plain_launches
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import choose
 from billfish.schemes.w4a16 import W4A16, cuda
-from billfish.schemes.w4a16.cuda import CudaOp
+from billfish.schemes.w4a16.cuda import CudaOp, StripeOp
 
 pytestmark = pytest.mark.gpu
 
@@ -55,14 +57,23 @@ CASES = [
     (W4A16(4, 96), 200, 576),
     (W4A16(4, 256, False), 130, 1536),
     (W4A16(8, 256), 130, 1536),
+    *((W4A16(bits, 64, symmetric, has_g_idx=True), 200, 576) for bits in (4, 8)
+      for symmetric in (True, False)),
 ]  # fmt: skip
+OPS = [
+    *((CudaOp, *case) for case in CASES),
+    *((StripeOp, *case) for case in CASES if case[1:] in SHAPES[1:5] or case[1] == 4096),
+]
+every_op = pytest.mark.parametrize(("op_class", "scheme", "n", "k"), OPS, ids=lambda v: name(v))
+every_class = pytest.mark.parametrize("op_class", [CudaOp, StripeOp], ids=["cuda", "stripe"])
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 
 
 def name(value):
     if not isinstance(value, W4A16):
-        return str(value)
-    return f"{value.bits}bit-g{value.group_size}-{'sym' if value.symmetric else 'asym'}"
+        return getattr(value, "name", str(value))
+    kind = f"{value.bits}bit-g{value.group_size}-{'sym' if value.symmetric else 'asym'}"
+    return kind + ("-gidx" if value.has_g_idx else "")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +88,8 @@ def compiled(tmp_path_factory):
             program: None
             for scheme in SCHEMES
             for dtype in UNIT
-            for program in cuda.programs(scheme, dtype, arch)
+            for listed in (arch, "sm_80")  # the latter's run here, too
+            for program in cuda.programs(scheme, dtype, listed)
         }
         jit.build_all(list(wanted), arch)
         yield folder
@@ -89,12 +101,16 @@ def make(scheme, n, k, dtype):
     codes = torch.randint(levels, (n, k), device=DEVICE).to(torch.uint8)
     zeros = torch.randint(levels, (n, groups), device=DEVICE).to(torch.uint8)
     scales = torch.rand(n, groups, device=DEVICE) * 0.02 + 0.001
-    return scheme.pack(codes, scales.to(dtype), zeros)
+    tensors = scheme.pack(codes, scales.to(dtype), zeros)
+    if scheme.has_g_idx:
+        plain = torch.arange(k, dtype=torch.int32, device=DEVICE) // scheme.group_size
+        tensors["weight_g_idx"] = plain[torch.randperm(k, device=DEVICE)]
+    return tensors
 
 
-def op_of(scheme, n, k, dtype):
+def op_of(op_class, scheme, n, k, dtype):
     tensors = make(scheme, n, k, dtype)
-    return CudaOp(scheme, tensors), scheme.dequantize(tensors)
+    return op_class(scheme, tensors), scheme.dequantize(tensors)
 
 
 def some_x(m, k, dtype):
@@ -115,24 +131,23 @@ SHARED = {
     "planes": (W4A16(8, 32, False), 200, 576),
     "wide": (W4A16(4, 64, False), 28672, 512),
 }
+LAYERS = [(op, key, dtype) for op in (CudaOp, StripeOp) for key in SHARED for dtype in UNIT]
 
 
 @pytest.fixture(scope="module")
 def shared(compiled):
     torch.manual_seed(0)
     return {
-        (key, dtype): op_of(scheme, n, k, dtype)
-        for key, (scheme, n, k) in SHARED.items()
-        for dtype in UNIT
+        (op_class, key, dtype): op_of(op_class, *SHARED[key], dtype)
+        for op_class, key, dtype in LAYERS
     }
 
 
-@pytest.fixture(params=[(key, dtype) for key in SHARED for dtype in UNIT],
-                ids=lambda value: f"{value[0]}-{str(value[1])[6:]}")  # fmt: skip
+@pytest.fixture(params=LAYERS, ids=lambda v: f"{v[0].name}-{v[1]}-{str(v[2])[6:]}")
 def layer(request, shared):
     """(op, weight, n, k, dtype)"""
     op, weight = shared[request.param]
-    return op, weight, *weight.shape, request.param[1]
+    return op, weight, *weight.shape, request.param[2]
 
 
 # -- values
@@ -166,9 +181,9 @@ def alike(y, expected):
 
 
 @every_dtype
-@pytest.mark.parametrize(("scheme", "n", "k"), CASES, ids=name)
-def test_no_worse_than_torch(scheme, n, k, dtype):
-    op, weight = op_of(scheme, n, k, dtype)
+@every_op
+def test_no_worse_than_torch(op_class, scheme, n, k, dtype):
+    op, weight = op_of(op_class, scheme, n, k, dtype)
     x, rounded = some_x(max(ROWS), k, dtype), weight.to(dtype)
     exact = x.double() @ weight.double().T
     results = []
@@ -226,15 +241,17 @@ def identity_is_exact(op, weight, dtype, most=2048):
 
 
 @every_dtype
-@pytest.mark.parametrize(("scheme", "n", "k"), CASES, ids=name)
-def test_identity_gives_dequantize_rounded_once(scheme, n, k, dtype):
-    identity_is_exact(*op_of(scheme, n, k, dtype), dtype, most=2048 if n <= 4096 else 128)
+@every_op
+def test_identity_gives_dequantize_rounded_once(op_class, scheme, n, k, dtype):
+    most = 2048 if n <= 4096 else 128
+    identity_is_exact(*op_of(op_class, scheme, n, k, dtype), dtype, most)
 
 
+@every_class
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("dtype", "scales"), [(FP16, BF16), (BF16, FP16)], ids=str)
-def test_scales_of_the_other_type(dtype, scales, bits):
-    op, weight = op_of(W4A16(bits, 64, False), 200, 576, scales)
+def test_scales_of_the_other_type(dtype, scales, bits, op_class):
+    op, weight = op_of(op_class, W4A16(bits, 64, False), 200, 576, scales)
     identity_is_exact(op, weight, dtype)
     x = some_x(max(ROWS), 576, dtype)
     exact = x.double() @ weight.double().T
@@ -242,15 +259,16 @@ def test_scales_of_the_other_type(dtype, scales, bits):
     judge([(m, op(x[:m]), linear(x[:m], rounded), exact[:m]) for m in ROWS], dtype)
 
 
+@every_class
 @every_dtype
-def test_scales_of_any_size(dtype):
+def test_scales_of_any_size(dtype, op_class):
     """From the smallest normal number of the type to what just fits: nothing flushes in between."""
     scheme, n, k = W4A16(4, 32, False), 64, 128
     tensors = make(scheme, n, k, dtype)
     info = torch.finfo(dtype)
     exponents = torch.linspace(math.log2(info.tiny), math.log2(info.max) - 4, n)
     tensors["weight_scale"] = torch.exp2(exponents).to(dtype)[:, None].repeat(1, 4).to(DEVICE)
-    identity_is_exact(CudaOp(scheme, tensors), scheme.dequantize(tensors), dtype)
+    identity_is_exact(op_class(scheme, tensors), scheme.dequantize(tensors), dtype)
 
 
 # -- the same bits
@@ -388,19 +406,31 @@ def test_any_leading_shape(layer):
         assert tuple(empty.shape) == (*shape[:-1], n) and empty.dtype == dtype
 
 
+@every_class
 @every_dtype
-@pytest.mark.parametrize("scheme", [*SCHEMES, W4A16(2, 32), W4A16(3, 64, False)], ids=name)
-def test_canonical_is_what_came_in(scheme, dtype):
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *SCHEMES,
+        W4A16(2, 32),
+        W4A16(3, 64, False),
+        W4A16(4, 64, False, True),
+        W4A16(8, 32, True, True),
+    ],
+    ids=name,
+)
+def test_canonical_is_what_came_in(scheme, dtype, op_class):
     n, k = 200, 384
     tensors = make(scheme, n, k, dtype)
     given = {key: tensor.clone() for key, tensor in tensors.items()}
-    op = CudaOp(scheme, given)
+    op = op_class(scheme, given)
     same(given, tensors)
     op(some_x(3, k, dtype))
     del given
     same(op.canonical(), tensors)
     padded = 256 * 384 * (1 if scheme.bits <= 4 else 2) / 2  # bytes of nibbles, in whole records
-    assert padded <= op.nbytes() <= padded * (1 + 160 * 4 / 4096)
+    order = 12 * k if scheme.has_g_idx else 0  # the column's group and its place
+    assert padded <= op.nbytes() <= padded * (1 + 160 * 4 / 4096) + order
 
 
 # -- streams, graphs, compile
@@ -422,11 +452,28 @@ def test_on_a_side_stream(layer):
         assert alike(kept, expected), m
 
 
-def test_a_chain_of_layers(shared):
+def test_streams_at_once(layer):
+    """Two streams run the same layer beside each other: they share no place to meet."""
+    op, _, _, k, dtype = layer
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for m in (1, 16):
+        x = [some_x(m, k, dtype) for _ in streams]
+        expected = [op(each) for each in x]
+        results = []
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for each, right, stream in zip(x, expected, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append((op(each) != right).sum())
+        torch.cuda.synchronize()
+        assert sum(map(int, results)) == 0, m
+
+
+@every_class
+def test_a_chain_of_layers(op_class):
     """Each launch depends on the one before, whose end it may not have seen (PDL)."""
-    scheme, n, k = W4A16(4, 64), 512, 512
-    op, _ = op_of(scheme, n, k, FP16)
-    x = some_x(4, k, FP16)
+    op, _ = op_of(op_class, W4A16(4, 64), 512, 512, FP16)
+    x = some_x(4, 512, FP16)
 
     def chain():
         y = x
@@ -463,10 +510,22 @@ def test_graph_capture_and_replay(layer, m):
         y.fill_(float("nan"))
         graph.replay()
         assert alike(y, op(x, bias)) and alike(twice, op(x))
+    other = some_x(m, k, dtype)  # a replay and a plain call beside each other
+    expected, beside = op(x), op(other)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            graph.replay()
+        plain = op(other)
+        torch.cuda.synchronize()
+        assert alike(twice, expected) and alike(plain, beside)
 
 
-def test_compile_traces_it_whole(layer):
-    op, _, n, k, dtype = layer
+@every_class
+def test_compile_traces_it_whole(shared, op_class):
+    dtype = FP16
+    op, weight = shared[op_class, "odd", dtype]
+    n, k = weight.shape
     bias = some_x(1, n, dtype)[0]
 
     def model(x):
@@ -601,7 +660,7 @@ def test_x_in_another_place(worker):
 
 def test_what_a_call_costs(compiled, capsys):
     """Of the CPU's time: python, torch's dispatcher and the launch."""
-    op, _ = op_of(W4A16(4, 128), 64, 128, FP16)
+    op, _ = op_of(CudaOp, W4A16(4, 128), 64, 128, FP16)
     x, times = some_x(1, 128, FP16), []
     for i in range(1100):
         if i % 50 == 0:

@@ -13,7 +13,7 @@ import torch
 import billfish
 from billfish.errors import UserError
 from billfish.kernels import cache, jit
-from billfish.schemes.w4a16 import W4A16, cuda
+from billfish.schemes.w4a16 import W4A16, arrange, cuda
 
 PACKAGE = Path(billfish.__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -95,6 +95,17 @@ def test_programs_are_named_once_and_follow_the_scheme(arch, dtype):
         assert all(program.source in TEXTS for program in found)
     for one, other in ((W4A16(4, 32), W4A16(4, 64)), (W4A16(4, 32), W4A16(4, 32, False))):
         assert set(cuda.programs(one, dtype, arch)) != set(cuda.programs(other, dtype, arch))
+
+
+@pytest.mark.parametrize("group", [32, 64, 96])
+def test_programs_know_a_layer_of_one_group(group):
+    """k == group_size: its records may have another group than those of longer layers."""
+    scheme = W4A16(4, group)
+    for k in (group, 4 * group):
+        size = arrange.shape_of(scheme, 64, k, torch.float16).record_group
+        for arch in ("sm_80", "sm_90a"):
+            listed = [program.name for program in cuda.programs(scheme, torch.float16, arch)]
+            assert any(f", {size}, " in each for each in listed), (k, arch, size)
 
 
 def test_complaints_can_be_heard(tmp_path):

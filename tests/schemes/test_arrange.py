@@ -30,6 +30,8 @@ def draw(n, k, bits, group, symmetric, dtype, seed, any_bits=False):
     if any_bits:  # NaN, infinities, negative zeros: what comes in goes out
         words = torch.randint(-(2**15), 2**15, (n, groups), generator=source).to(torch.int16)
         scales = words.view(dtype)
+        if scheme.bits > 4:  # the high plane has 16 times as much, which must be a number
+            scales = torch.where((scales * 16).isfinite(), scales, torch.ones_like(scales))
     return scheme, scheme.pack(codes, scales, zeros)
 
 
@@ -237,3 +239,11 @@ def test_small_and_odd_groups_are_refused(size):
     one = draw(8, size, 4, ONE_GROUP, True, torch.float16, seed=0)  # a group that is all of k
     shape, records = arrange.pack(*one)
     same(arrange.unpack(one[0], shape, records), one[1])
+
+
+def test_scales_too_large_for_two_planes_are_refused():
+    scheme = W4A16(8, 32)
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 1), 5000.0).half()
+    with pytest.raises(UserError, match="bfloat16"):
+        arrange.pack(scheme, scheme.pack(codes, scales, codes[:, :1]))
+    arrange.pack(scheme, scheme.pack(codes, scales.bfloat16(), codes[:, :1]))

@@ -69,13 +69,13 @@ class Shape:
 def shape_of(scheme: "W4A16", n: int, k: int, scale_dtype: torch.dtype) -> Shape:
     size = k if scheme.group_size == -1 else scheme.group_size
     # One group for all of k may be padded to whole records; others divide them or are divided.
-    record_group = K if k == size else next((g for g in (128, 64, 32) if size % g == 0), 0)
-    if not record_group:
+    whole = (K,) if scheme.group_size == -1 else tuple(g for g in (128, 64, 32) if size % g == 0)
+    if not whole and size != k:
         raise UserError(f"groups of {size}: CUDA kernels take multiples of 32.")
     planes = 1 if scheme.bits <= 4 else 2
     # Two planes of symmetric codes have two middles: they are stored like any zeros.
     zeros = not scheme.symmetric or planes == 2
-    return Shape(n, k, max(1, k // size), record_group, planes, zeros, scale_dtype)
+    return Shape(n, k, max(1, k // size), (*whole, K)[0], planes, zeros, scale_dtype)
 
 
 def pack(scheme: "W4A16", tensors: Tensors) -> tuple[Shape, Tensor]:
@@ -93,6 +93,11 @@ def pack(scheme: "W4A16", tensors: Tensors) -> tuple[Shape, Tensor]:
     if shape.planes == 1:
         moved = 8 - scheme.grid.middle  # 2 and 3 bits: the middle of the grid is the kernel's 8
         return shape, _records(shape, codes + moved, scales, zeros + moved)
+    if bool((scales * 16).isinf().any() & scales.isfinite().all()):
+        raise UserError(
+            f"scales of up to {float(scales.max()):g} in {scales.dtype}: codes of more than 4 bits "
+            "need 16 times as much. Load the model in bfloat16."
+        )
     high = _records(shape, codes >> 4, scales * 16, zeros >> 4)
     low = _records(shape, codes & 15, scales, zeros & 15)
     return shape, torch.cat([high, low], dim=1)

@@ -79,7 +79,7 @@ def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
 
 
 def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
-    k = 2 * scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
+    k = scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
     shape = arrange.shape_of(scheme, 1, k, scale_dtype)
     return Kind(kernel, shape.record_group, shape.zeros, shape.planes, scale_dtype)
 
@@ -190,12 +190,14 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
         raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
     if x.shape[1] != k:
         raise ValueError(f"activations have {x.shape[1]} columns, the layer takes {k}")
+    if x.device != records.device:
+        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     if m == 0:
         return out
     how = plan(x.device.index, n, k, kind, dtype)
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+    if bias is not None:
+        bias = bias.to(x.device, dtype).contiguous()
     if m > tile.MOST_TOKENS * MOST_SLICES:
         step = max(1, PANEL_WEIGHTS // (k * arrange.N))
         for start in range(0, how.bands, step):
@@ -252,8 +254,8 @@ class CudaOp:
             return f"it needs compute capability {asked}; this GPU has {found[0]}.{found[1]}."
         try:
             jit.version()
-        except UserError as error:
-            return str(error)
+        except UserError:
+            return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
         return None
 
     def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:

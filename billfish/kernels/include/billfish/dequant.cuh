@@ -12,9 +12,9 @@
 //
 //     raw(code) = unit * (offset + code)            sum raw x = unit * (sum code x + offset sum x)
 //
-// exactly, and sum x comes from one product more, with a fragment of raw(1) - raw(0). Zero point and
-// scale then meet fp32 sums once a group: 5 (fp16) or 7 (bf16) instructions for 8 weights, 9 or 11
-// with a subtraction for each pair. Nothing is rounded before the sums, and scales have any size.
+// exactly, and sum x comes from one product more, with a fragment of raw(1) - raw(0). Zero point
+// and scale then meet fp32 sums once a group: 5 (fp16) or 7 (bf16) instructions for 8 weights, 9 or
+// 11 with a subtraction for each pair. Nothing is rounded before the sums; scales have any size.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -55,7 +55,8 @@ struct Raw<Bfloat> {
 // What is to be subtracted for a code's zero point, 0 to 15: exact, without the slow conversion.
 template <class T>
 BILLFISH_DEVICE float raw_zero(u32 zero) {
-    return __uint_as_float(0x4b000000u | zero) - (8388608.0f - Raw<T>::kOffset);  // 0x4b000000: 2^23
+    constexpr float kMagic = 8388608.0f;  // 2^23, 0x4b000000: the last bit is worth 1
+    return __uint_as_float(0x4b000000u | zero) - (kMagic - Raw<T>::kOffset);
 }
 
 }  // namespace billfish

@@ -65,9 +65,15 @@ BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u32 bytes = 16) {
                  : "memory");
 }
 
+// The same with a cache policy. Not on sm_90, where bulk copies carry policies anyhow: ptxas 13.0
+// makes an illegal instruction of a policy and a uniform part of the shared-memory address.
 BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u64 policy) {
+#if __CUDA_ARCH__ < 900
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
                  "l"(from), "l"(policy) : "memory");
+#else
+    copy_async_16(to, from, 16u);
+#endif
 }
 
 // Closes a stage; stages complete in order.
@@ -194,7 +200,9 @@ BILLFISH_DEVICE u64 nanoseconds() {
     return v;
 }
 
-BILLFISH_DEVICE void sleep_nanoseconds(u32 about) { asm volatile("nanosleep.u32 %0;" ::"r"(about)); }
+BILLFISH_DEVICE void sleep_nanoseconds(u32 about) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(about));
+}
 
 // -- programmatic dependent launch, sm_90
 

@@ -1,7 +1,7 @@
 // A record: 64 outputs x 128 inputs of packed weights with their scales, one contiguous piece of
 // memory (schemes/w4a16/arrange.py writes it). And the product of a warp with one of its halves.
 //
-//     4096 B   words    [k64 (2)][n16 (4)][lane (32)][k16 step (4)]    a lane's 16 bytes are its own
+//     4096 B   words    [k64 (2)][n16 (4)][lane (32)][k16 step (4)]    a lane has 16 bytes
 //      128 B   scales   [half (2)][quad (8)][row q, q + 8, q + 16, q + 24]    for each group
 //       32 B   zeros    the same, 4 bits each; asymmetric only                for each group
 //
@@ -18,7 +18,7 @@ constexpr int kBrickBytes = 512;  // 16 outputs x 64 inputs
 
 template <int kGroup, bool kAsymmetric>
 struct Record {
-    static_assert(kGroup == 32 || kGroup == 64 || kGroup == 128, "larger groups repeat their scale");
+    static_assert(kGroup == 32 || kGroup == 64 || kGroup == 128, "larger groups repeat scales");
     static constexpr int kGroups = kRecordK / kGroup;
     static constexpr int kScales = kRecordN * kRecordK / 2;  // byte offsets
     static constexpr int kZeros = kScales + kGroups * kRecordN * 2;
@@ -76,8 +76,8 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
     float part[2][kBlocks][4], total[kBlocks][4];  // sums of raw weights times x, and of x
-    // One pass of 64 inputs at a time where a group ends within it: both at once need more registers
-    // than let two blocks on an SM.
+    // One pass of 64 inputs at a time where a group ends within it: both at once need more
+    // registers than let two blocks on an SM.
 #pragma unroll kGroup == 128 ? 2 : 1
     for (int k64 = 0; k64 < 2; ++k64) {
         u32 word[2][4];
@@ -106,7 +106,8 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
             for (int block = 0; block < kBlocks; ++block) {
                 u32 b[4];
                 places.load_x(b, block, k64 * 2 + k32);
-                if (last && block == kBlocks - 1 && (kGroup == 128 || k64 * 2 + k32 == 3)) release();
+                const bool all_read = kGroup == 128 ? last : k64 * 2 + k32 == 3;
+                if (all_read && block == kBlocks - 1) release();
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int step = k64 * 4 + k32 * 2 + j;
@@ -124,7 +125,7 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
                 }
                 if (!last) continue;
 #pragma unroll
-                for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower part
+                for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
                     const u32 half = row / 2 ? bits.y : bits.x;
                     const float scale = S::to_float(row % 2 ? half >> 16 : half & 0xffff);
                     const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
