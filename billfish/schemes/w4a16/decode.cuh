@@ -221,8 +221,9 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 
-        // MARLIN 3.4: partial sums meet once a tile. Two buffers: whoever writes the next but one
-        // has seen all blocks' sums of the next, which they send after reading this one's.
+        // MARLIN 3.4: partial sums meet once a tile. Two buffers, and all warps have read one
+        // before the first sends its sums of the next pass: whoever writes the next but one has
+        // seen sums of the next from both blocks (tests/kernels/test_decode_protocol.py).
         constexpr int kSumsBytes = kSlices * kBands * kRecordN * kTokens * 4;
         const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
         const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * kSumsBytes;
@@ -264,6 +265,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             if (bias != nullptr) total += T::to_float(bias[first + row]);
             out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
         }
+        if (pass + 1 < passes) sync_some<1, 32 * kMathWarps>();
     }
 #endif
 }

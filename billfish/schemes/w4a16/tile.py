@@ -52,7 +52,9 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu) -> Tile:
     passes = -(-share // bands)
     sums = STAGE_RECORDS * BRICK_N * tokens * 4 * min(passes, 2)
     stage = STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * BRICK_K * 2
-    room = gpu.smem_per_sm // 2 - RESERVED - BARRIER_BYTES - sums
-    stages = min(MOST_STAGES, room // stage)
+    room = gpu.smem_per_sm // 2 - RESERVED
+    if room < BARRIER_BYTES + sums + 2 * stage:  # a GPU with little: one block an SM
+        room = gpu.smem_per_block
+    stages = min(MOST_STAGES, (room - BARRIER_BYTES - sums) // stage)
     smem = BARRIER_BYTES + stages * stage + sums
     return Tile(tokens, bands, clusters * CLUSTER, stages, smem)

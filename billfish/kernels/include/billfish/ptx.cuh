@@ -50,6 +50,14 @@ BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
                  "f"(v[2]), "f"(v[3]) : "memory");
 }
 
+// -- threads of a block
+
+// Meets kThreads threads of the block, whole warps; barrier 0 is __syncthreads'.
+template <int kBarrier, int kThreads>
+BILLFISH_DEVICE void sync_some() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // -- asynchronous copies, sm_80: 16 bytes a thread (MARLIN 3.4)
 
 // Weights are used once: evict them first, so that activations stay in L2 (MARLIN 3.4).
