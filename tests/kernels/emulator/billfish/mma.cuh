@@ -1,0 +1,61 @@
+// mma.m16n8k16 over the 32 fibers of a warp, and the 16-bit types, on a CPU.
+#pragma once
+
+#include "billfish/ptx.cuh"
+
+namespace billfish {
+
+// PTX's fragments, element by element: row or column of what a lane holds.
+inline int a_row(int lane, int e) { return lane / 4 + 8 * (e / 2 % 2); }
+inline int a_col(int lane, int e) { return lane % 4 * 2 + e % 2 + 8 * (e / 4); }
+inline int b_row(int lane, int e) { return lane % 4 * 2 + e % 2 + 8 * (e / 2); }
+
+template <class T>
+inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool zero) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    for (int e = 0; e < 8; ++e)
+        warp.a[a_row(lane, e)][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
+    const u32 b[2] = {b0, b1};
+    for (int e = 0; e < 4; ++e)
+        warp.b[b_row(lane, e)][lane / 4] = T::to_float(b[e / 2] >> (e % 2 * 16) & 0xffff);
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i) {
+        double sum = zero ? 0 : d[i];
+        for (int k = 0; k < 16; ++k)
+            sum += (double)warp.a[lane / 4 + i / 2 * 8][k] * warp.b[k][lane % 4 * 2 + i % 2];
+        d[i] = (float)sum;
+    }
+    meet(warp.gate, 32);
+}
+
+struct Half {
+    static float to_float(u32 bits) {
+        u16 v = bits;
+        _Float16 h;
+        memcpy(&h, &v, 2);
+        return (float)h;
+    }
+    static u16 from_float(float v) {
+        _Float16 h = (_Float16)v;
+        u16 bits;
+        memcpy(&bits, &h, 2);
+        return bits;
+    }
+    static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, false); }
+    static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, true); }
+};
+
+struct Bfloat {
+    static float to_float(u32 bits) { return __uint_as_float(bits << 16); }
+    static u16 from_float(float v) {
+        u32 bits;
+        memcpy(&bits, &v, 4);
+        if (v != v) return 0x7fff;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+    static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, false); }
+    static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, true); }
+};
+
+}  // namespace billfish

@@ -1,0 +1,63 @@
+// The wrappers of kernels/include/billfish/ptx.cuh on a CPU: the emulator's half of the bargain.
+// Every thread is a fiber; copies, remote stores and arrivals land when the scheduler likes.
+#pragma once
+
+#include "../machine.h"
+
+namespace billfish {
+
+extern unsigned char smem[];
+
+inline u32 smem_address(const void*) { return kSmemBase; }
+
+inline uint4 load_smem_16(u32 a) { return read<uint4>(a); }
+inline uint2 load_smem_8(u32 a) { return read<uint2>(a); }
+inline u32 load_smem_4(u32 a) { return read<u32>(a); }
+inline u32 load_smem_2(u32 a) { return read<u16>(a); }
+inline float load_smem_float(u32 a) { return read<float>(a); }
+inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
+
+template <int kBarrier, int kThreads>
+inline void sync_some() { meet(current->block->named[kBarrier], kThreads); }
+
+inline u64 evict_first_policy() { return 7; }
+inline void copy_async_16(u32 to, const void* from, u32 bytes = 16) { begin_copy(to, from, bytes); }
+inline void copy_async_16(u32 to, const void* from, u64 policy) {
+    demand(policy == 7, "a policy that is none");
+    begin_copy(to, from, 16);
+}
+inline void commit_copies() { current->groups.emplace_back(); }
+template <int kPending>
+inline void wait_copies() { wait_groups(kPending); }
+
+inline u32 load_acquire(const u32* p) { yield(); return *p; }
+inline void store_release(u32* p, u32 v) { *p = v; yield(); }
+
+inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
+inline void barrier_init_fence() {}
+inline void barrier_arrive(u32 b) { barrier_at(b).arrive(); }
+inline void barrier_arrive_expect(u32 b, u32 bytes) { barrier_at(b).arrive(bytes); }
+inline void barrier_arrive_after_copies(u32 b) { arrive_after_copies(barrier_at(b)); }
+inline bool barrier_try_wait(u32 b, u32 parity) { return barrier_at(b).done(parity); }
+inline void barrier_wait(u32 b, u32 parity) { while (!barrier_try_wait(b, parity)) yield(); }
+inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
+    demand(policy == 7 && bytes % 16 == 0 && to % 16 == 0 && (u64)from % 16 == 0, "bulk copy");
+    begin_bulk(to, from, bytes, barrier_at(b));
+}
+
+inline u32 cluster_rank() { return blockIdx.x % kClusterBlocks; }
+inline u32 cluster_index() { return blockIdx.x / kClusterBlocks; }
+inline u32 cluster_count() { return gridDim.x / kClusterBlocks; }
+inline void cluster_arrive() { arrive_in_cluster(); }
+inline void cluster_wait() { wait_for_cluster(); }
+inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
+inline void store_remote(u32 to, float a, float b, u32 barrier) {
+    begin_remote(to, a, b, barrier_at(barrier));
+}
+
+inline u64 nanoseconds() { static u64 now = 0; return now += 100; }
+inline void sleep_nanoseconds(u32) { yield(); }
+inline void launch_dependents() {}
+inline void dependency_wait() { yield(); }
+
+}  // namespace billfish

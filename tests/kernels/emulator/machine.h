@@ -1,0 +1,186 @@
+// A GPU of fibers: blocks, warps, shared memory with bounds, mbarriers, and memory that takes its time.
+// A thread runs until it waits; who goes on, and which copy lands next, is drawn by lot.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <vector>
+
+#define BILLFISH_DEVICE inline
+#define __CUDA_ARCH__ 900
+#define __global__
+#define __shared__
+#define __align__(x)
+#define __launch_bounds__(...)
+#define __syncthreads() meet(current->block->everybody, (int)current->block->threads)
+#define __syncwarp() meet(current->warp().gate, 32)
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Dim { u32 x, y; };
+inline thread_local Dim threadIdx, blockIdx, gridDim;
+inline int min(int a, int b) { return a < b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+
+inline void demand(bool right, const char* what) {
+    if (!right) { printf("%s\n", what); exit(1); }
+}
+
+constexpr u32 kSmemBase = 1024, kClusterBlocks = 2;
+inline std::mt19937 lot(1);
+
+struct Gate { int here = 0, generation = 0; };
+
+struct Barrier {
+    int arrivals = 0, missing = 0;
+    long bytes = 0;
+    int phase = 0;
+    void arrive(long expect = 0) {
+        demand(missing > 0, "more arrivals than the barrier was made for");
+        --missing;
+        complete(-expect);
+    }
+    void complete(long count) {
+        bytes += count;
+        if (missing == 0 && bytes == 0) missing = arrivals, ++phase;
+    }
+    bool done(u32 parity) const { return (u32)phase % 2 != parity; }
+};
+
+struct Warp {
+    float a[16][16], b[16][8];
+    Gate gate;
+};
+
+struct Block {
+    u32 threads = 0, ended = 0;
+    std::vector<unsigned char> smem;
+    std::map<u32, Barrier> barriers;
+    std::map<int, Gate> named;
+    Gate everybody;
+    std::vector<Warp> warps;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    Block* block;
+    u32 thread, index;
+    bool done = false;
+    std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async, by commit
+    Warp& warp() { return block->warps[thread / 32]; }
+};
+
+inline Fiber* current;
+inline std::deque<Block> blocks;
+inline std::vector<std::function<void()>> flying;
+inline std::map<u32, int> cluster_arrivals;
+inline ucontext_t scheduler;
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+inline void meet(Gate& gate, int threads) {
+    const int generation = gate.generation;
+    if (++gate.here == threads) gate.here = 0, ++gate.generation;
+    while (gate.generation == generation) yield();
+}
+
+inline Block& block_of(u32& address) {
+    if (address >> 24 == 0) return *current->block;
+    Block& found = blocks[blockIdx.x / kClusterBlocks * kClusterBlocks + (address >> 24) - 1];
+    address &= 0xffffff;
+    demand(found.ended < found.threads, "a neighbour that has ended");
+    return found;
+}
+
+inline unsigned char* smem_at(u32 address, u32 bytes) {
+    Block& block = block_of(address);
+    demand(address % (bytes > 16 ? 16 : bytes) == 0, "alignment");
+    demand(address >= kSmemBase && address + bytes <= kSmemBase + block.smem.size(), "outside");
+    return block.smem.data() + address - kSmemBase;
+}
+
+inline Barrier& barrier_at(u32 address) {
+    Block& block = block_of(address);
+    demand(address % 8 == 0, "barrier alignment");
+    return block.barriers[address];
+}
+
+template <class V>
+inline V read(u32 address) {
+    V v;
+    memcpy(&v, smem_at(address, sizeof v), sizeof v);
+    return v;
+}
+
+inline void write(unsigned char* to, const void* from, u32 bytes) { memcpy(to, from, bytes); }
+
+inline const char *source_begin[3], *source_end[3];
+inline void check_source(const void* from, u32 bytes) {
+    for (int i = 0; i < 3; ++i)
+        if ((const char*)from >= source_begin[i] && (const char*)from + bytes <= source_end[i]) return;
+    demand(false, "a copy from outside its tensor");
+}
+
+inline void begin_copy(u32 to, const void* from, u32 bytes) {
+    if (bytes) check_source(from, bytes);
+    unsigned char* place = smem_at(to, 16);
+    memset(place, 0xff, 16);  // NaN for whoever reads before it has landed
+    current->groups.back().push_back([=] { memset(place, 0, 16), memcpy(place, from, bytes); });
+}
+
+inline void wait_groups(int pending) {
+    auto& groups = current->groups;
+    for (int i = 0; i + 1 + pending < (int)groups.size(); ++i) {
+        for (auto& copy : groups[i]) copy();
+        groups[i].clear();
+    }
+}
+
+inline void arrive_after_copies(Barrier& barrier) {
+    auto copies = std::move(current->groups.back());
+    current->groups.back().clear();
+    flying.push_back([copies, &barrier] {
+        for (auto& copy : copies) copy();
+        barrier.arrive();
+    });
+}
+
+inline void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier) {
+    check_source(from, bytes);
+    unsigned char *first = smem_at(to, 16), *last = smem_at(to + bytes - 16, 16);
+    demand(last - first == (long)bytes - 16, "bulk copy");
+    memset(first, 0xff, bytes);
+    flying.push_back([=, &barrier] { memcpy(first, from, bytes), barrier.complete(bytes); });
+}
+
+inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
+    unsigned char* place = smem_at(to, 8);
+    flying.push_back([=, &barrier] {
+        const float v[2] = {a, b};
+        memcpy(place, v, 8), barrier.complete(8);
+    });
+}
+
+inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / kClusterBlocks]; }
+inline void wait_for_cluster() {
+    const u32 index = blockIdx.x / kClusterBlocks;
+    while (cluster_arrivals[index] < (int)(kClusterBlocks * current->block->threads)) yield();
+}
+
+// Runs `body` as every thread of a grid.
+void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);

@@ -1,0 +1,162 @@
+"""The kernels' own text on an emulated GPU (emulator/): products, reductions and protocols, no GPU.
+
+ptx.cuh and mma.cuh are replaced by C++ in which a thread is a fiber, mma is PTX's definition over
+32 lanes, shared memory has bounds, and copies land when they like. All else is compiled as it is.
+Needs g++. What it cannot see: speed, and rounding inside the tensor cores.
+"""
+
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import billfish
+from billfish.kernels.device import Gpu
+from billfish.schemes.w4a16 import W4A16, arrange, cuda, stripe, tile
+
+HERE = Path(__file__).parent / "emulator"
+PACKAGE = Path(billfish.__file__).parent
+TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
+ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+
+# kernel, n, k, scheme, dtype, SMs, tokens. With 4 SMs (2 clusters, or 4 where there is much):
+# 65 to 130 outputs are passes of one band, 250 of two, 600 of up to four and several passes.
+FP16, BF16 = torch.float16, torch.bfloat16
+CASES = [
+    ("decode", 65, 100, W4A16(4, -1), BF16, 4, (1, 16)),
+    ("decode", 130, 256, W4A16(8, 128), FP16, 4, (2, 11)),
+    ("decode", 250, 640, W4A16(4, 128), FP16, 4, (1, 3, 8, 9, 16)),
+    ("decode", 600, 384, W4A16(4, 32, False), FP16, 4, (5, 13)),
+    ("decode", 1100, 128, W4A16(4, 64), BF16, 4, (1,)),
+    ("decode", 70, 5120, W4A16(4, 128), FP16, 4, (1, 9)),
+    ("stripe", 65, 1000, W4A16(4, -1), BF16, 5, (1, 16)),
+    ("stripe", 300, 640, W4A16(4, 128), FP16, 4, (1, 8, 9, 16)),
+    ("stripe", 600, 384, W4A16(4, 32, False), FP16, 7, (5, 13)),
+    ("stripe", 130, 256, W4A16(8, 64, False), BF16, 4, (2,)),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("emulator"), {}
+
+    def build(kernel, arguments, text=None):
+        key = (kernel, arguments, text)
+        if key not in known:
+            source = PACKAGE / "schemes" / "w4a16" / f"{kernel}.cuh"
+            if text is not None:
+                source = folder / f"{len(known)}.cuh"
+                source.write_text(text)
+            known[key] = folder / f"run{len(known)}"
+            threads = tile.THREADS if kernel == "decode" else stripe.THREADS
+            command = [
+                "g++", "-O1", "-std=c++20", "-w", f"-I{HERE}",
+                f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
+                f"-D{kernel.upper()}", f"-DTHREADS={threads}",
+                f"-DKERNEL=w4a16_{kernel}<{arguments}>", HERE / "run.cpp", "-o", known[key],
+            ]  # fmt: skip
+            subprocess.run(command, check=True)
+        return known[key]
+
+    return build
+
+
+def bytes_of(tensor):
+    content = b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return struct.pack("<Q", len(content)) + content
+
+
+def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None):
+    shape, records = arrange.pack(scheme, tensors)
+    kind = cuda.Kind(kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
+    (m, k), n, k_tiles = x.shape, shape.n, shape.k_tiles * shape.planes
+    x = pad(x, (0, -k % 8))
+    if kernel == "decode":
+        gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
+        how = tile.pick_tile(m, n, kind.record_bytes, gpu)
+        tokens, bands, blocks, stages, smem = (
+            how.tokens, how.bands, how.blocks, how.stages, how.smem
+        )  # fmt: skip
+    else:
+        tokens, bands, stages = tile.tokens_of(m), cuda.STRIPE_BANDS, 0
+        blocks = stripe.Stripes(n, k_tiles, bands, sms).blocks
+        smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
+    names = (TYPES[x.dtype], TYPES[kind.scale_dtype], kind.group, str(kind.zeros).lower())
+    program = compiled(kernel, ",".join(map(str, (*names, tokens, bands))), text)
+    numbers = (seed, m, n, x.shape[1], k_tiles, blocks, stages, smem, sms)
+    given = b"".join(map(bytes_of, (records, x, bias)))
+    ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
+    assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
+    return torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype).view(m, n)
+
+
+def layer(n, k, scheme, dtype):
+    source = torch.Generator().manual_seed(n + k)
+    groups = 1 if scheme.group_size == -1 else k // scheme.group_size
+    codes = torch.randint(0, 2**scheme.bits, (n, k), generator=source)
+    zeros = torch.randint(0, 2**scheme.bits, (n, groups), generator=source)
+    scales = (torch.rand(n, groups, generator=source) * 0.02 + 0.001).to(dtype)
+    x = torch.randn(16, k, generator=source).to(dtype)
+    bias = torch.randn(n, generator=source).to(dtype)
+    return scheme.pack(codes, scales, zeros), x, bias
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}-g{case[3].group_size}"
+)
+def test_products(case, compiled):
+    kernel, n, k, scheme, dtype, sms, tokens = case
+    tensors, x, bias = layer(n, k, scheme, dtype)
+    wanted = x.double() @ scheme.dequantize(tensors).double().T + bias.double()
+    alone = product(compiled, kernel, scheme, tensors, x[:1], bias, sms, seed=1)
+    for m in tokens:
+        for seed in (1, 2):  # another order of everything
+            y = product(compiled, kernel, scheme, tensors, x[:m], bias, sms, seed)
+            error = (y.double() - wanted[:m]).norm() / wanted[:m].norm()
+            assert error < ONE_ROUNDING[dtype], (m, seed, float(error))
+            assert torch.equal(y[:1], alone), "a row depends on the others"
+
+
+@pytest.mark.parametrize("kernel", ["decode", "stripe"])
+def test_identity_returns_the_weights_rounded_once(kernel, compiled):
+    scheme = W4A16(4, 32, False)
+    tensors, _, _ = layer(70, 96, scheme, FP16)
+    eye = torch.eye(96, dtype=FP16)
+    rows = [
+        product(compiled, kernel, scheme, tensors, eye[i : i + 16], None, 4, 1)
+        for i in range(0, 96, 16)
+    ]
+    assert torch.equal(torch.cat(rows), scheme.dequantize(tensors).half().T)
+
+
+MISTAKES = [
+    ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
+    ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
+    ("decode", r"row >= rows", "0"),
+    ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
+    ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
+    ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
+def test_the_emulator_sees_mistakes(mistake, compiled):
+    kernel, pattern, replacement = mistake
+    text = (PACKAGE / "schemes" / "w4a16" / f"{kernel}.cuh").read_text()
+    broken, count = re.subn(pattern, replacement, text)
+    assert count, "the text has changed: mend the pattern"
+    scheme = W4A16(4, 128)
+    tensors, x, _ = layer(300, 5120, scheme, FP16)  # several rounds of the ring
+    wanted = x[:3].double() @ scheme.dequantize(tensors).double().T
+    try:
+        y = product(compiled, kernel, scheme, tensors, x[:3], None, 4, 1, broken)
+    except AssertionError:
+        return  # the emulator stopped it
+    assert not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2)
