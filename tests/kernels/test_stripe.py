@@ -51,11 +51,11 @@ def test_the_drawing_of_stripe_cuh():
 
 
 def test_one_tile_of_many_stripes():
-    how = Stripes(n=130, k_tiles=7, bands=4, sms=3)
+    how = Stripes(n=130, k_tiles=14, bands=4, sms=3)
     assert [list(how.parts(i)) for i in range(3)] == [
-        [Part(0, 0, 2, first=0, turn=2, writes=True)],
-        [Part(0, 2, 4, first=0, turn=1, writes=False)],
-        [Part(0, 4, 7, first=0, turn=0, writes=False)],
+        [Part(0, 0, 4, first=0, turn=2, writes=True)],
+        [Part(0, 4, 9, first=0, turn=1, writes=False)],
+        [Part(0, 9, 14, first=0, turn=0, writes=False)],
     ]
 
 
@@ -63,8 +63,19 @@ def test_a_stripe_of_whole_tiles_meets_nobody():
     how = Stripes(n=1024, k_tiles=5, bands=2, sms=2)
     assert list(how.parts(1)) == [Part(t, 0, 5, 1, 0, True) for t in range(4, 8)]
     few = Stripes(n=64, k_tiles=2, bands=2, sms=108)
-    assert few.blocks == 2
-    assert list(few.parts(0)) == [Part(0, 0, 1, 0, 1, True)]
+    assert few.blocks == 1
+    assert list(few.parts(0)) == [Part(0, 0, 2, 0, 0, True)]
+
+
+@pytest.mark.parametrize(
+    ("n", "k_tiles", "blocks"), [(128, 108, 27), (1024, 32, 64), (9000, 1, 71)]
+)
+def test_no_stripe_is_shorter_than_the_pipeline(n, k_tiles, blocks):
+    """Where tiles are fewer than SMs; each of their stripes waits for its turn."""
+    how = Stripes(n, k_tiles, bands=2, sms=108)
+    assert how.blocks == blocks
+    if k_tiles >= 4:
+        assert min(how.begin(i + 1) - how.begin(i) for i in range(blocks)) >= 4
 
 
 def test_a100():

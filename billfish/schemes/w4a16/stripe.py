@@ -50,8 +50,12 @@ class Stripes:
 
     @property
     def blocks(self) -> int:
-        """The grid: one block an SM, none without work."""
-        return min(self.sms, self.units)
+        """The grid: one block an SM, but no stripe shorter than the pipeline is deep.
+
+        A tile's stripes take turns, each some microseconds (an estimate; not measured): 32 stripes of
+        one slice would wait longer than 8 of four.
+        """
+        return min(self.sms, max(self.tiles, self.units // MOST_STAGES))
 
     def begin(self, stripe: int) -> int:
         """Its first unit; its end is the next one's."""
