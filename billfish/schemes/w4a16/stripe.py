@@ -52,8 +52,8 @@ class Stripes:
     def blocks(self) -> int:
         """The grid: one block an SM, but no stripe shorter than the pipeline is deep.
 
-        A tile's stripes take turns, each some microseconds (an estimate; not measured): 32 stripes of
-        one slice would wait longer than 8 of four.
+        A tile's stripes take turns, each some microseconds (estimated, not measured): 32 stripes
+        of one slice would wait longer than 8 of four.
         """
         return min(self.sms, max(self.tiles, self.units // MOST_STAGES))
 
