@@ -62,8 +62,9 @@ def build_all(
 ) -> list[Cubin]:
     """All of them in order; those that are not cached are compiled side by side.
 
-    NVRTC holds neither Python's lock nor one of its own: six kernels took 13.3 s one after the
-    other and 6.7 s on two threads of two cores (13.4), so processes would gain nothing.
+    NVRTC 13.4 holds neither Python's lock nor one of its own: at best six kernels took 6.7 s on two
+    threads of two cores and 13.3 s one after the other (7.1 s in two processes); on a busy machine
+    the gain went down to none.
     """
     keys = {program: _key(program, arch, options) for program in programs}
     found = {program: _cached(key) for program, key in keys.items()}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from billfish.errors import UserError
 from billfish.schemes.base import Tensors
+from billfish.schemes.w4a16 import columns
 
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
@@ -51,14 +51,7 @@ class CpuOp:
         self.g_idx = tensors["weight_g_idx"] if scheme.has_g_idx else None
         self.order: Tensor | None = None
         if self.g_idx is not None:
-            sizes = self.g_idx.bincount(minlength=groups)
-            if bool((sizes != self.k // groups).any()):
-                raise UserError(
-                    f"weight_g_idx has groups of {int(sizes.min())} to {int(sizes.max())} columns; "
-                    f'op "cpu" runs groups of one size. op="reference" runs any, slowly.'
-                )
-            # Columns of one group next to each other; x follows by one gather per call.
-            self.order = torch.argsort(self.g_idx, stable=True)
+            self.order = columns.by_group(self.g_idx, groups, self.name)
             codes = codes[:, self.order]
 
         self.planes = 1 if scheme.bits <= 4 else 2

@@ -1,4 +1,4 @@
-// The 16-bit types as tags: conversions, packed arithmetic and the tensor-core product of each.
+// The 16-bit types as tags: conversions and the tensor-core product of each.
 // Values travel as raw bits (u16, or two of them in a u32), so no CUDA header is needed.
 #pragma once
 
@@ -16,17 +16,6 @@ struct Half {
         u16 bits;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
-    }
-    // a * b + c in both halves, one rounding.
-    static BILLFISH_DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-        u32 d;
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-        return d;
-    }
-    static BILLFISH_DEVICE u32 add2(u32 a, u32 b) {
-        u32 d;
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
     }
     // d (16, 8) += a (16, 16) b (16, 8), fp32 sums; formats/fragment.py says who holds what.
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -53,13 +42,6 @@ struct Bfloat {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
     }
-    static BILLFISH_DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-        u32 d;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-        return d;
-    }
-    // sm_80 has no packed bf16 add; x * 1 + y is the same number.
-    static BILLFISH_DEVICE u32 add2(u32 a, u32 b) { return fma2(a, 0x3f803f80u, b); }
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
