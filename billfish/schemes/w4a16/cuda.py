@@ -119,10 +119,9 @@ class Plan:
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
         kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
-        n, k_tiles = self.n, self.k_tiles
+        n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
-            m, x_k = x.shape
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
             arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
                          out.data_ptr(), m, n, x_k, k_tiles, how.stages)  # fmt: skip
             kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
@@ -133,10 +132,9 @@ class Plan:
         how = stripe.Stripes(self.n, self.k_tiles, STRIPE_BANDS, gpu(index).sms)
         smem = stripe.smem_bytes(tokens, STRIPE_BANDS, self.kind.record_bytes)
         kernel = few_kernel(self.kind, self.dtype, tokens, STRIPE_BANDS).load(index)
-        n, k_tiles = self.n, self.k_tiles
+        n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
-            m, x_k = x.shape
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
             workspace, locks = meeting_place(index, kernel)
             arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
                          out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
@@ -184,53 +182,73 @@ def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
 
 
 def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
-    """x (m, k) -> (m, n), in x's dtype. Allocates the result and, past 64 tokens, a panel."""
-    m, dtype = x.shape[0], x.dtype
+    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, past 64 tokens, a panel."""
+    shape, dtype = x.shape, x.dtype
     if dtype not in TYPES:
         raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
-    if x.shape[1] != k:
-        raise ValueError(f"activations have {x.shape[1]} columns, the layer takes {k}")
+    if shape[-1] != k:
+        raise ValueError(f"activations have {shape[-1]} columns, the layer takes {k}")
     if x.device != records.device:
         raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
-    out = torch.empty((m, n), dtype=dtype, device=x.device)
+    out = x.new_empty((*shape[:-1], n))
+    m = x.numel() // k
     if m == 0:
         return out
-    how = plan(x.device.index, n, k, kind, dtype)
+    how = plan(x.get_device(), n, k, kind, dtype)
     if bias is not None:
         bias = bias.to(x.device, dtype).contiguous()
     if m > tile.MOST_TOKENS * MOST_SLICES:
-        step = max(1, PANEL_WEIGHTS // (k * arrange.N))
-        for start in range(0, how.bands, step):
-            weight = how.decoded(records, start, min(start + step, how.bands))
-            end = start * arrange.N + len(weight)
-            out[:, start * arrange.N : end] = x @ weight.T
-        return out if bias is None else out.add_(bias)
+        return _many(x, records, bias, how, out)
     if k % 8:
         x = pad(x, (0, -k % 8))
-    x = x.contiguous()
+    if not x.is_contiguous():
+        x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
     if m <= tile.MOST_TOKENS:
-        how.few[8 if m <= 8 else 16](x, records, bias, out)
+        how.few[8 if m <= 8 else 16](x, records, bias, out, m)
         return out
+    rows, outs = x.view(m, -1), out.view(m, n)
     for start in range(0, m, tile.MOST_TOKENS):
-        some = slice(start, start + tile.MOST_TOKENS)
-        how.few[tile.tokens_of(m - start)](x[some], records, bias, out[some])
+        some = rows[start : start + tile.MOST_TOKENS]
+        how.few[tile.tokens_of(len(some))](some, records, bias, outs[start:], len(some))
     return out
 
 
-# Around a launch of 5 us, Library.impl takes 10 us a call and the custom_op decorator 27 (measured
-# with an empty operator on an H200; this operator has yet to be).
+def _many(x: Tensor, records: Tensor, bias: Tensor | None, how: Plan, out: Tensor) -> Tensor:
+    """A panel of decoded weights at a time, and the library's product."""
+    rows, outs = x.reshape(-1, how.k), out.view(-1, how.n)
+    step = max(1, PANEL_WEIGHTS // (how.k * arrange.N))
+    for start in range(0, how.bands, step):
+        weight = how.decoded(records, start, min(start + step, how.bands))
+        end = start * arrange.N + len(weight)
+        outs[:, start * arrange.N : end] = rows @ weight.T
+    return out if bias is None else out.add_(bias)
+
+
+# For torch.compile and whatever else must see an operator. Library.impl costs 5 us a call around a
+# launch of 5 us, the custom_op decorator 22: plain eager calls go straight to `linear`.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind) -> Tensor"
 )
 _library.impl("w4a16_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
+_operator = torch.ops.billfish.w4a16_linear.default
 
 
 @torch.library.register_fake("billfish::w4a16_linear", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
+    return x.new_empty(*x.shape[:-1], n)
+
+
+def watched(x: Tensor) -> bool:
+    """A compiler, a dispatch mode or autograd wants to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or x.requires_grad
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 class CudaOp:
@@ -283,14 +301,12 @@ class CudaOp:
         return self.inner.pack(codes[:, self.order], scales, self.scheme.zeros(tensors))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        shape = self.shape
-        rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
-            rows = rows[:, self.order]
-        y: Tensor = torch.ops.billfish.w4a16_linear(
-            rows, self.records, bias, shape.n, shape.k, self.kind
-        )
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], shape.n)
+            x = x[..., self.order]
+        call = _operator if watched(x) else linear
+        shape = self.shape
+        y: Tensor = call(x, self.records, bias, shape.n, shape.k, self.kind)
+        return y
 
     def canonical(self) -> dict[str, Tensor]:
         tensors = arrange.unpack(self.inner, self.shape, self.records)

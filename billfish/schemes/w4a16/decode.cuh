@@ -74,6 +74,17 @@ struct Share {
     BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
 };
 
+// A warp that multiplies: in slice `sub` of a stage, `within` 32 outputs. Asked again like a share.
+template <int kWarpsN>
+struct Worker {
+    int lane, index, sub, within, band;
+    BILLFISH_DEVICE Worker() {
+        const int thread = thread_index() - 32 * kFirstMathWarp;
+        lane = thread % 32, index = thread / 32;
+        sub = index / kWarpsN, within = index % kWarpsN, band = within / 2;
+    }
+};
+
 // A block with nothing to do stays about as long as others need: an SM with both places free would
 // get two blocks of one of the next kernels, which then wait for that SM (9.4 us became 13.3 for
 // 14336 x 4096, where 64 bands meet 66 clusters). A record takes 128 ns of an SM's bandwidth.
@@ -191,33 +202,37 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         return;
     }
 
-    const int worker = warp - kFirstMathWarp, sub = worker / kWarpsN, within = worker % kWarpsN;
-    const int band = within / 2;
-    LanePlaces places = LanePlaces::of<Record<kGroup, kAsymmetric>>(
-        ring + (band * kSlices + sub) * Stage::kRecordBytes,
-        ring + Stage::kX + sub * kTokens * kXRowBytes, lane, within % 2);
+    LanePlaces places;
+    {
+        const Worker<kWarpsN> me;
+        places = LanePlaces::of<Record<kGroup, kAsymmetric>>(
+            ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
+            ring + Stage::kX + me.sub * kTokens * kXRowBytes, me.lane, me.within % 2);
+    }
     Slot slot;
     cluster_wait();     // before the first store into a neighbour
     dependency_wait();  // without x there is nothing to do, and waiting here polls nothing
-    for (int pass = 0, passes = Share(n, k_tiles).passes(kBands); pass < passes; ++pass) {
+    for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
-        int left, have;  // slices from this warp's on; bands of this pass
+        int rounds, mine;  // of the ring, and those in which this warp has something to do
         {
             const Share share(n, k_tiles);
-            left = share.span - sub;
-            have = share.before(pass + 1, passes) - share.before(pass, passes);
+            const Worker<kWarpsN> me;
+            const int passes = share.passes(kBands);
+            const int have = share.before(pass + 1, passes) - share.before(pass, passes);
+            rounds = (share.span + kSlices - 1) / kSlices;
+            mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
         }
-        for (; left + sub > 0; left -= kSlices) {
-            const u32 used = empty + 8 * slot.index;
-            const auto release = [&] {
+        for (; rounds > 0; --rounds, --mine) {
+            const auto release = [&](float seen) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(used);
+                barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
             };
             barrier_wait(full + 8 * slot.index, slot.parity);
-            if (band < have && left > 0)
+            if (mine > 0)
                 multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
             else
-                release();
+                release(0);
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 
@@ -225,36 +240,40 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         // before the first sends its sums of the next pass: whoever writes the next but one has
         // seen sums of the next from both blocks (tests/kernels/test_decode_protocol.py).
         constexpr int kSumsBytes = kSlices * kBands * kRecordN * kTokens * 4;
+        const Share share(n, k_tiles);
+        const Worker<kWarpsN> me;
+        const int passes = share.passes(kBands);
+        const int have = share.before(pass + 1, passes) - share.before(pass, passes);
         const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
         const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * kSumsBytes;
         const u32 barrier = reduced + (pass & 1) * 8;
-        if (threadIdx.x == 32 * kFirstMathWarp)
+        if (me.index == 0 && me.lane == 0)
             barrier_arrive_expect(barrier, kCluster * kSlices * rows * ((m + 1) / 2) * 8);
-        if (band < have) {
+        if (me.band < have) {
 #pragma unroll
             for (int brick = 0; brick < 2; ++brick) {
 #pragma unroll
                 for (int lower = 0; lower < 2; ++lower) {
-                    const int row = within * 32 + brick * 16 + lower * 8 + lane / 4;
-                    const int owner = row >= rows, part = rank * kSlices + sub;
+                    const int row = me.within * 32 + brick * 16 + lower * 8 + me.lane / 4;
+                    const int owner = row >= rows, part = rank * kSlices + me.sub;
                     const int place = part * rows + row - owner * rows;
-                    const u32 to = in_block(buffer + (place * kTokens + lane % 4 * 2) * 4, owner);
+                    const u32 to =
+                        in_block(buffer + (place * kTokens + me.lane % 4 * 2) * 4, owner);
                     const u32 signal = in_block(barrier, owner);
 #pragma unroll
                     for (int block = 0; block < kBlocks; ++block) {
                         const float(&sum)[4] = acc[brick][block];
-                        if (block * 8 + lane % 4 * 2 < m)
+                        if (block * 8 + me.lane % 4 * 2 < m)
                             store_remote(to + block * 32, finish<T>(sum[lower * 2], lower),
                                          finish<T>(sum[lower * 2 + 1], lower), signal);
                     }
                 }
             }
         }
-        const Share share(n, k_tiles);  // here, where there is something to wait for
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
         barrier_wait(barrier, pass >> 1 & 1);
-        for (int item = worker; item < m * kBands; item += kMathWarps) {
-            const int token = item / kBands, row = item % kBands * 32 + lane;
+        for (int item = me.index; item < m * kBands; item += kMathWarps) {
+            const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows || first + row >= n) continue;
             float part[kCluster * kSlices], total = 0;
 #pragma unroll

@@ -200,7 +200,7 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
             __syncthreads();
             copier.next();
             if (has_band && slice + sub < span)
-                multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [] {});
+                multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
             used = stage;
             stage += Stage::kBytes;
             if (stage == ring + Stage::kStages * Stage::kBytes) stage = ring;

@@ -17,6 +17,23 @@ BILLFISH_DEVICE u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read anew: over a long loop it would cost a register.
+BILLFISH_DEVICE u32 thread_index() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+    return v;
+}
+
+// -- bits
+
+// a & mask | bits in one instruction. With two constants ptxas makes two of it, since a LOP3 has room
+// for one; here it puts `bits` into a register.
+BILLFISH_DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
+    return v;
+}
+
 // -- shared memory
 
 // A thread's own 16 bytes; free of bank conflicts where eight neighbours touch 128 distinct bytes.
@@ -118,8 +135,18 @@ BILLFISH_DEVICE void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-BILLFISH_DEVICE void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+// If `mine`, arrives once `seen` is there, a number made of all that this thread's warp has read. A
+// plain arrive overtakes loads from shared memory that were issued before it: ptxas lets it, and a
+// bulk copy that the arrive allowed then changed what they read (LOG 2026-11-15). Whatever the
+// comparison says there is one arrival; what counts is that it is made.
+BILLFISH_DEVICE void barrier_arrive_after(u32 barrier, float seen, bool mine) {
+    asm volatile(
+        "{\n .reg .pred p, q, r;\n"
+        " setp.ne.u32 r, %2, 0;\n"
+        " setp.eq.and.f32 p|q, %1, %1, r;\n"
+        " @p mbarrier.arrive.shared.b64 _, [%0];\n"
+        " @q mbarrier.arrive.shared.b64 _, [%0];\n}"
+        ::"r"(barrier), "f"(seen), "r"(static_cast<u32>(mine)) : "memory");
 }
 
 // Arrives, and adds bytes that copies have yet to bring before the phase can end.

@@ -66,8 +66,8 @@ struct LanePlaces {
 // A warp takes one half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
 // 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. Every warp
 // sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
-// order of all sums is the same for every kTokens. `release` is called when the last byte has been
-// read, before the sums are there.
+// order of all sums is the same for every kTokens. `release` is called at the end with a number
+// that depends on every byte of the record that was read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
 BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens / 8][4],
                               Release release) {
@@ -96,39 +96,41 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
                 bits = load_smem_8(places.scales + group * 128);
                 if (kAsymmetric) zeros = load_smem_2(places.zeros + group * 32);
             }
-            u32 a[2][2][4];
+            u32 b[kBlocks][4];
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                places.load_x(b[block], block, k64 * 2 + k32);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                Raw<T>::fragment(word[0][k32 * 2 + j], a[j][0]);
-                Raw<T>::fragment(word[1][k32 * 2 + j], a[j][1]);
-            }
+                const int step = k64 * 4 + k32 * 2 + j;
+                const bool first = kGroup == 128 ? step == 0 : (k32 * 2 + j) % kSteps == 0;
+                u32 a[2][4];
+                constexpr bool kSpare = kGroup > 32 || kTokens == 8;
+                Raw<T>::template fragment<kSpare>(word[0][k32 * 2 + j], a[0]);
+                Raw<T>::template fragment<kSpare>(word[1][k32 * 2 + j], a[1]);
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                u32 b[4];
-                places.load_x(b, block, k64 * 2 + k32);
-                const bool all_read = kGroup == 128 ? last : k64 * 2 + k32 == 3;
-                if (all_read && block == kBlocks - 1) release();
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int step = k64 * 4 + k32 * 2 + j;
-                    const bool first = kGroup == 128 ? step == 0 : (k32 * 2 + j) % kSteps == 0;
-                    const u32 b0 = b[2 * j], b1 = b[2 * j + 1];
+                for (int block = 0; block < kBlocks; ++block) {
+                    const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
                     if (first) {
                         T::mma_first(total[block], kOne, b0, b1);
-                        T::mma_first(part[0][block], a[j][0], b0, b1);
-                        T::mma_first(part[1][block], a[j][1], b0, b1);
+                        T::mma_first(part[0][block], a[0], b0, b1);
+                        T::mma_first(part[1][block], a[1], b0, b1);
                     } else {
                         T::mma(total[block], kOne, b0, b1);
-                        T::mma(part[0][block], a[j][0], b0, b1);
-                        T::mma(part[1][block], a[j][1], b0, b1);
+                        T::mma(part[0][block], a[0], b0, b1);
+                        T::mma(part[1][block], a[1], b0, b1);
                     }
                 }
-                if (!last) continue;
+            }
+            if (!last) continue;
+            if (kGroup == 32) __syncwarp();  // or ptxas has so much at hand that it spills
 #pragma unroll
-                for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
-                    const u32 half = row / 2 ? bits.y : bits.x;
-                    const float scale = S::to_float(row % 2 ? half >> 16 : half & 0xffff);
-                    const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
+            for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
+                const u32 half = row / 2 ? bits.y : bits.x;
+                const float scale = S::to_float(row % 2 ? half >> 16 : half & 0xffff);
+                const float zero = raw_zero<T>(zeros >> (4 * row) & 15);
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
                     for (int i = row % 2 * 2; i < row % 2 * 2 + 2; ++i) {
                         const float sum = fmaf(-zero, total[block][i], part[row / 2][block][i]);
@@ -138,6 +140,7 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
             }
         }
     }
+    release(acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0]);
 }
 
 template <class T>

@@ -35,7 +35,12 @@ inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
 inline void barrier_init_fence() {}
-inline void barrier_arrive(u32 b) { barrier_at(b).arrive(); }
+inline u32 thread_index() { return threadIdx.x; }
+inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+
+inline void barrier_arrive_after(u32 b, float, bool mine) {
+    if (mine) barrier_at(b).arrive();
+}
 inline void barrier_arrive_expect(u32 b, u32 bytes) { barrier_at(b).arrive(bytes); }
 inline void barrier_arrive_after_copies(u32 b) { arrive_after_copies(barrier_at(b)); }
 inline bool barrier_try_wait(u32 b, u32 parity) { return barrier_at(b).done(parity); }
