@@ -203,17 +203,6 @@ def marlin_scale_order(grouped: bool) -> tuple[int, ...]:
 BRICK_N, BRICK_K = 64, 128
 
 
-def brick_k(step: int, column: int) -> int:
-    """Which of 64 inputs a CUDA brick multiplies in k16 step `step` as column `column` of the mma.
-
-    Any order serves if weights and activations agree. In this one lane pair p owns inputs 8 p to
-    8 p + 7 of each 32, so that its activations are 16 contiguous bytes and no ldmatrix is needed;
-    and the first two steps stay within 32 inputs, the smallest group.
-    """
-    pair, odd, right = column % 8 // 2, column % 2, column // 8
-    return 32 * (step // 2) + 8 * pair + 4 * (step % 2) + 2 * right + odd
-
-
 @cache
 def brick() -> Layout:
     """Words of the CUDA kernels of w4a16: a lane's 16 bytes are its own A fragments (QUICK 3).
@@ -229,6 +218,6 @@ def brick() -> Layout:
                     for odd in range(2):
                         for register in range(4):
                             row, column = fragment.a_fragment(lane, 2 * register + odd)
-                            k = 64 * k64 + brick_k(step, column)
+                            k = 64 * k64 + 16 * step + column
                             order.append((16 * n16 + row) * BRICK_K + k)
     return Layout("brick", 4, (BRICK_N, BRICK_K), "n kw", order=tuple(order))

@@ -11,12 +11,12 @@ import struct
 import numpy as np
 import pytest
 import torch
-from ptx_model import mma_m16n8k16, owner_of_c
+from ptx_model import ldmatrix, mma_m16n8k16, owner_of_c
 
 from billfish.formats import layout
 
 N, K, TOKENS = 64, 128, 8
-X_ROW = 256  # bytes of 128 activations in shared memory
+X_LINE = 128  # bytes of 64 activations in shared memory
 
 
 def lanes_words(words, k64, n16):
@@ -32,13 +32,13 @@ def a_registers(word):
     return [half >> 4 * register & 15 for register in range(4) for half in halves]
 
 
-def x_smem_offset(token, chunk):
-    return token * X_ROW + ((chunk ^ ((token & 1) << 2)) << 4)
+def x_smem_offset(token, chunk, tokens=TOKENS):
+    return (chunk // 8 * tokens + token) * X_LINE + ((chunk ^ token) % 8 << 4)
 
 
 def x_in_shared_memory(x):
     """Chunks of eight activations where the copying warp puts them; a list of 16-bit numbers."""
-    memory = [None] * (TOKENS * X_ROW // 2)
+    memory = [None] * (TOKENS * X_LINE)
     for token in range(TOKENS):
         for chunk in range(16):
             place = x_smem_offset(token, chunk) // 2
@@ -48,15 +48,16 @@ def x_in_shared_memory(x):
 
 
 def load_x_address(lane, k32):
-    quad, pair = divmod(lane, 4)
-    mine = x_smem_offset(quad, pair)
-    return (mine ^ 64 if k32 % 2 else mine) + k32 // 2 * 128
+    mine = x_smem_offset(lane % 8, lane // 8)
+    return (mine ^ 64 if k32 % 2 else mine) + k32 // 2 * TOKENS * X_LINE
 
 
-def b_registers(memory, lane, k32):
-    """b[0..3]: two steps of two registers of two halves, 16 contiguous bytes."""
-    place = load_x_address(lane, k32) // 2
-    return memory[place : place + 4], memory[place + 4 : place + 8]
+def b_registers(memory, k32):
+    """[step % 2][lane]: lane l names row l % 8 of matrix l // 8; two matrices are a B fragment."""
+    places = [load_x_address(lane, k32) // 2 for lane in range(32)]
+    rows = [memory[place : place + 8] for place in places]
+    loaded = ldmatrix([rows[8 * i : 8 * i + 8] for i in range(4)])
+    return [[lane[4 * j : 4 * j + 4] for lane in loaded] for j in range(2)]
 
 
 def multiply(words, x):
@@ -70,8 +71,7 @@ def multiply(words, x):
             for step in range(4):
                 a = [a_registers(mine[lane][step]) for lane in range(32)]
                 k32 = 2 * k64 + step // 2
-                b = [b_registers(memory, lane, k32)[step % 2] for lane in range(32)]
-                d = mma_m16n8k16(a, b, d)
+                d = mma_m16n8k16(a, b_registers(memory, k32)[step % 2], d)
         for row in range(16):
             for token in range(TOKENS):
                 lane, element = owner_of_c(row, token)
@@ -113,18 +113,6 @@ def test_what_is_cut_off_is_code_zero():
     assert torch.equal(layout.brick().unpack(words, 37, 100), codes.to(torch.uint8))
 
 
-def test_the_first_two_steps_stay_within_32_inputs():
-    """The smallest group; and lane pair p owns inputs 8 p to 8 p + 7 of it."""
-    for half in range(2):
-        steps = (2 * half, 2 * half + 1)
-        reached = [layout.brick_k(step, column) for step in steps for column in range(16)]
-        assert sorted(reached) == list(range(32 * half, 32 * half + 32))
-        for pair in range(4):
-            columns = (2 * pair, 2 * pair + 1, 2 * pair + 8, 2 * pair + 9)
-            own = [layout.brick_k(step, column) for step in steps for column in columns]
-            assert own == list(range(32 * half + 8 * pair, 32 * half + 8 * pair + 8))
-
-
 # -- banks of shared memory: 32 of 4 bytes; one phase is as many lanes as fill 128 bytes
 
 
@@ -142,21 +130,26 @@ def phases(addresses, size):
 @pytest.mark.parametrize("k32", range(4))
 def test_activations_meet_no_bank_twice(k32):
     addresses = [load_x_address(lane, k32) for lane in range(32)]
-    assert addresses == [x_smem_offset(lane // 4, 4 * k32 + lane % 4) for lane in range(32)]
+    assert addresses == [x_smem_offset(lane % 8, 4 * k32 + lane // 8) for lane in range(32)]
     for lanes in phases(addresses, 16):
         assert banks(lanes, 16) == [1] * 32
-    plain = [lane // 4 * X_ROW + (4 * k32 + lane % 4) * 16 for lane in range(32)]
-    assert max(banks(plain[:8], 16)) == 2  # without the XOR: what this test is able to see
+    plain = [lane % 8 * X_LINE + lane // 8 * 16 for lane in range(32)]
+    assert max(banks(plain[:8], 16)) == 8  # without the XOR: what this test is able to see
 
 
-def test_activations_are_copied_without_conflicts():
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_activations_are_copied_without_conflicts(tokens):
     """The copying warp: lanes 0-15 a token's chunks, 16-31 those of the next."""
-    for first in range(0, TOKENS, 2):
-        addresses = [x_smem_offset(first + lane // 16, lane % 16) for lane in range(32)]
+    base = [x_smem_offset(lane // 16, lane % 16, tokens) for lane in range(32)]
+    for pair in range(tokens // 2):
+        addresses = [(place ^ pair % 4 * 32) + pair * 2 * X_LINE for place in base]
+        assert addresses == [
+            x_smem_offset(2 * pair + lane // 16, lane % 16, tokens) for lane in range(32)
+        ]
         for lanes in phases(addresses, 16):
             assert banks(lanes, 16) == [1] * 32
-    every = sorted(x_smem_offset(token, chunk) for token in range(16) for chunk in range(16))
-    assert every == list(range(0, 16 * X_ROW, 16))  # each chunk has a place of its own
+    every = sorted(x_smem_offset(token, c, tokens) for token in range(tokens) for c in range(16))
+    assert every == list(range(0, 2 * tokens * X_LINE, 16))  # each chunk has a place of its own
 
 
 @pytest.mark.parametrize("half", range(2))

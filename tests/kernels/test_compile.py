@@ -65,6 +65,8 @@ def complaints(program, arch):
         found.append(f"{cubin.spill_bytes} bytes spilled")
     if cubin.stack_bytes != 0:
         found.append(f"{cubin.stack_bytes} bytes of stack")
+    if "Performance Loss" in cubin.log:  # wgmma one after the other
+        found.append(cubin.log)
     if cubin.registers < FEWEST_REGISTERS:
         found.append(f"{cubin.registers} registers: unknown, or no body on this architecture")
     return found

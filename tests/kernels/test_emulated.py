@@ -1,8 +1,9 @@
 """The kernels' own text on an emulated GPU (emulator/): products, reductions and protocols, no GPU.
 
-ptx.cuh and mma.cuh are replaced by C++ in which a thread is a fiber, mma is PTX's definition over
-32 lanes, shared memory has bounds, and copies land when they like. All else is compiled as it is.
-Needs g++. What it cannot see: speed, and rounding inside the tensor cores.
+ptx.cuh, mma.cuh and wgmma.cuh are replaced by C++ in which a thread is a fiber, products are PTX's
+definition over 32 or 128 lanes, shared memory has bounds, and copies land when they like. All else
+is compiled as it is. Needs g++. What it cannot see: speed, rounding inside the tensor cores, loads
+that end later than they were begun, registers that a wgmma in flight still reads.
 """
 
 import re
@@ -17,11 +18,13 @@ from torch.nn.functional import pad
 
 import billfish
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16 import W4A16, arrange, cuda, stripe, tile
+from billfish.schemes.w4a16 import W4A16, arrange, batch, cuda, stripe, tile
+from billfish.schemes.w4a16.batch import Cut
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
+THREADS = {"decode": tile.THREADS, "stripe": stripe.THREADS, "batch": batch.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
@@ -55,11 +58,10 @@ def compiled(tmp_path_factory):
                 source = folder / f"{len(known)}.cuh"
                 source.write_text(text)
             known[key] = folder / f"run{len(known)}"
-            threads = tile.THREADS if kernel == "decode" else stripe.THREADS
             command = [
                 "g++", "-O1", "-std=c++20", "-w", f"-I{HERE}",
                 f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
-                f"-D{kernel.upper()}", f"-DTHREADS={threads}",
+                f"-D{kernel.upper()}", f"-DTHREADS={THREADS[kernel]}",
                 f"-DKERNEL=w4a16_{kernel}<{arguments}>", HERE / "run.cpp", "-o", known[key],
             ]  # fmt: skip
             subprocess.run(command, check=True)
@@ -73,13 +75,17 @@ def bytes_of(tensor):
     return struct.pack("<Q", len(content)) + content
 
 
-def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None):
+def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None):
     shape, records = arrange.pack(scheme, tensors)
     kind = cuda.Kind(kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
     (m, k), n, k_tiles = x.shape, shape.n, shape.k_tiles * shape.planes
-    x = pad(x, (0, -k % 8))
-    if kernel == "decode":
-        gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
+    x, cluster = pad(x, (0, -k % 8)), tile.CLUSTER
+    gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
+    if kernel == "batch":
+        how = batch.launch(cut, m, n, k_tiles, kind.record_bytes, gpu)
+        tokens, bands, cluster = cut.tokens, cut.bands, cut.cluster
+        blocks, stages, smem = how.blocks, how.stages, how.smem
+    elif kernel == "decode":
         how = tile.pick_tile(m, n, kind.record_bytes, gpu)
         tokens, bands, blocks, stages, smem = (
             how.tokens, how.bands, how.blocks, how.stages, how.smem
@@ -90,7 +96,7 @@ def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None):
         smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
     names = (TYPES[x.dtype], TYPES[kind.scale_dtype], kind.group, str(kind.zeros).lower())
     program = compiled(kernel, ",".join(map(str, (*names, tokens, bands))), text)
-    numbers = (seed, m, n, x.shape[1], k_tiles, blocks, stages, smem, sms)
+    numbers = (seed, m, n, x.shape[1], k_tiles, blocks, stages, smem, sms, cluster)
     given = b"".join(map(bytes_of, (records, x, bias)))
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
@@ -103,7 +109,7 @@ def layer(n, k, scheme, dtype):
     codes = torch.randint(0, 2**scheme.bits, (n, k), generator=source)
     zeros = torch.randint(0, 2**scheme.bits, (n, groups), generator=source)
     scales = (torch.rand(n, groups, generator=source) * 0.02 + 0.001).to(dtype)
-    x = torch.randn(16, k, generator=source).to(dtype)
+    x = torch.randn(80, k, generator=source).to(dtype)
     bias = torch.randn(n, generator=source).to(dtype)
     return scheme.pack(codes, scales, zeros), x, bias
 
@@ -124,14 +130,44 @@ def test_products(case, compiled):
             assert torch.equal(y[:1], alone), "a row depends on the others"
 
 
-@pytest.mark.parametrize("kernel", ["decode", "stripe"])
+# n, k, scheme, dtype, cut, tokens: one tile and several, clusters, tails of n, k and m
+BATCHES = [
+    (128, 256, W4A16(4, 128), FP16, Cut(32, 1, 1), (17, 32)),
+    (65, 200, W4A16(8, -1), BF16, Cut(32, 1, 2), (3,)),
+    (300, 640, W4A16(4, 32, False), FP16, Cut(32, 2, 4), (33,)),
+    (130, 1536, W4A16(4, 64, False), BF16, Cut(64, 1, 2), (61,)),
+    (200, 576, W4A16(4, 64), FP16, Cut(64, 2, 1), (67,)),
+]
+
+
+@pytest.mark.parametrize(
+    "case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4].tokens}-{case[4].cluster}"
+)
+def test_batches(case, compiled):
+    n, k, scheme, dtype, cut, tokens = case
+    tensors, x, bias = layer(n, k, scheme, dtype)
+    exact = scheme.dequantize(tensors)
+    wanted = x.double() @ exact.double().T + bias.double()
+    for m in tokens:
+        first, *others = (
+            product(compiled, "batch", scheme, tensors, x[:m], bias, 4, seed, None, cut)
+            for seed in (1, 2)
+        )
+        error = (first.double() - wanted[:m]).norm() / wanted[:m].norm()
+        theirs = (x[:m].double() @ exact.to(dtype).double().T + bias.double() - wanted[:m]).norm()
+        assert error < ONE_ROUNDING[dtype] + theirs / wanted[:m].norm(), (m, float(error))
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kernel", ["decode", "stripe", "batch"])
 def test_identity_returns_the_weights_rounded_once(kernel, compiled):
     scheme = W4A16(4, 32, False)
     tensors, _, _ = layer(70, 96, scheme, FP16)
     eye = torch.eye(96, dtype=FP16)
+    step, cut = (96, Cut(32, 1, 1)) if kernel == "batch" else (16, None)
     rows = [
-        product(compiled, kernel, scheme, tensors, eye[i : i + 16], None, 4, 1)
-        for i in range(0, 96, 16)
+        product(compiled, kernel, scheme, tensors, eye[i : i + step], None, 4, 1, None, cut)
+        for i in range(0, 96, step)
     ]
     assert torch.equal(torch.cat(rows), scheme.dequantize(tensors).half().T)
 
@@ -141,6 +177,9 @@ MISTAKES = [
     ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
     ("decode", r"row >= rows", "0"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
+    ("batch", r"barrier_wait\(full \+ 8 \* slot, parity\);", ";"),
+    ("batch", r"barrier_wait\(empty \+ 8 \* slot, parity\);", ";"),
+    ("batch", r"barrier_wait\(reduced, 0\);", ";"),
     ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
     ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
 ]
@@ -153,10 +192,12 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     broken, count = re.subn(pattern, replacement, text)
     assert count, "the text has changed: mend the pattern"
     scheme = W4A16(4, 128)
-    tensors, x, _ = layer(300, 5120, scheme, FP16)  # several rounds of the ring
+    size = (100, 2048) if kernel == "batch" else (300, 5120)  # more than one round of the ring
+    tensors, x, _ = layer(*size, scheme, FP16)
     wanted = x[:3].double() @ scheme.dequantize(tensors).double().T
     try:
-        y = product(compiled, kernel, scheme, tensors, x[:3], None, 4, 1, broken)
+        cut = Cut(32, 1, 2)
+        y = product(compiled, kernel, scheme, tensors, x[:3], None, 4, 1, broken, cut)
     except AssertionError:
         return  # the emulator stopped it
     assert not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2)

@@ -82,12 +82,11 @@ def record_group(group, k):
 
 
 def code_at(record, row, column):
-    """Words [k64 (2)][n16 (4)][lane (32)][k16 step (4)]; lane pair p owns 8 inputs of each 32."""
-    k64, n16 = column // 64, row // 16
-    k32, pair, within = column % 64 // 32, column % 32 // 8, column % 8
+    """Words [k64 (2)][n16 (4)][lane (32)][k16 step (4)]: a lane's A fragments of mma.m16n8k16."""
+    k64, n16, step = column // 64, row // 16, column % 64 // 16
     quad, lower = row % 8, row % 16 // 8
-    lane, step = 4 * quad + pair, 2 * k32 + within // 4
-    register = 2 * (within % 4 // 2) + lower  # a0: row r; a1: row r + 8; a2, a3: k + 2
+    lane = 4 * quad + column % 8 // 2
+    register = 2 * (column % 16 // 8) + lower  # a0: row r; a1: row r + 8; a2, a3: k + 8
     at = 4 * (((k64 * 4 + n16) * 32 + lane) * 4 + step)
     (word,) = struct.unpack_from("<I", record, at)
     return word >> (16 * (column % 2) + 4 * register) & 15

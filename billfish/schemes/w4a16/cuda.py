@@ -1,9 +1,10 @@
 """w4a16 on an NVIDIA GPU: records in memory, our own kernels, torch's current stream.
 
 Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
-from sm_80 on), up to 64 in slices of 16, more through decoded panels and the library's matrix
-product. All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture
-it. Kernels are compiled when a layer is arranged, never during a capture.
+from sm_80 on), up to 1024 on Hopper's tensor cores (w4a16_batch); without these up to 64 in slices
+of 16. More go through decoded panels and the library's matrix product. All of it is one operator
+of torch, so that torch.compile traces it and CUDA graphs capture it. Kernels are compiled when a
+layer is arranged, never during a capture.
 """
 
 import functools
@@ -22,7 +23,7 @@ from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel, Loaded
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4a16 import arrange, columns, stripe, tile
+from billfish.schemes.w4a16 import arrange, batch, columns, stripe, tile
 
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
@@ -33,6 +34,10 @@ PANEL_THREADS = 256  # panel.cuh
 # Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
+# w4a16_batch needs up to a fifth longer than the library's product of as many 16-bit weights, and
+# decoding these once takes as long as that fifth of 1000 tokens.
+MOST_BATCH = 1024
+BATCH_ARCH = "sm_90a"
 STRIPE_BANDS = 2  # of a tile, MARLIN's 128 outputs
 
 
@@ -65,17 +70,23 @@ KINDS = [
 @functools.cache
 def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
     """For up to 16 tokens."""
-    zeros = str(kind.zeros).lower()
-    arguments = f"{TYPES[dtype]}, {TYPES[kind.scale_dtype]}, {kind.group}, {zeros}"
-    name = f"billfish::w4a16_{kind.kernel}<{arguments}, {tokens}, {bands}>"
-    return Kernel(Program(HERE / f"{kind.kernel}.cuh", name))
+    return _kernel(kind.kernel, kind, dtype, tokens, bands)
+
+
+@functools.cache
+def batch_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    return _kernel("batch", kind, dtype, tokens, bands)
 
 
 @functools.cache
 def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
-    zeros = str(kind.zeros).lower()
-    arguments = f"{TYPES[dtype]}, {TYPES[kind.scale_dtype]}, {kind.group}, {zeros}, {kind.planes}"
-    return Kernel(Program(HERE / "panel.cuh", f"billfish::w4a16_panel<{arguments}>"))
+    return _kernel("panel", kind, dtype, kind.planes)
+
+
+def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
+    types = TYPES[dtype], TYPES[kind.scale_dtype]
+    arguments = ", ".join(map(str, (*types, kind.group, str(kind.zeros).lower(), *numbers)))
+    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
 
 
 def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
@@ -90,6 +101,8 @@ def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, .
     kind = kind_of(scheme, "decode" if hopper else "stripe", dtype)
     bands = (1, 2, 4) if hopper else (STRIPE_BANDS,)
     kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in bands]
+    if arch == BATCH_ARCH:
+        kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.STAGE_US]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))
 
 
@@ -115,6 +128,23 @@ class Plan:
         self.panel = panel_kernel(kind, dtype).load(index)
         make = self._decode if kind.kernel == "decode" else self._stripe
         self.few = {tokens: make(index, tokens) for tokens in (8, 16)}
+        self.gpu, self.cuts = gpu(index), dict[int, batch.Launch]()
+        self.batches: dict[tuple[int, int], Loaded] = {}
+        if kind.kernel == "decode" and self.gpu.arch == BATCH_ARCH:
+            for instance in batch.STAGE_US:
+                self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
+
+    def batch(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
+        how = self.cuts.get(m)
+        if how is None:
+            how = batch.pick(m, self.n, self.k_tiles, self.kind.record_bytes, self.gpu)
+            self.cuts[m] = how
+        arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                     out.data_ptr(), m, self.n, self.k + -self.k % 8, self.k_tiles, how.stages,
+                     how.early)  # fmt: skip
+        cut = how.cut
+        kernel = self.batches[cut.tokens, cut.bands]
+        kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, cut.cluster, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
@@ -182,7 +212,7 @@ def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
 
 
 def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
-    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, past 64 tokens, a panel."""
+    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel."""
     shape, dtype = x.shape, x.dtype
     if dtype not in TYPES:
         raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
@@ -197,7 +227,7 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
     how = plan(x.get_device(), n, k, kind, dtype)
     if bias is not None:
         bias = bias.to(x.device, dtype).contiguous()
-    if m > tile.MOST_TOKENS * MOST_SLICES:
+    if m > (MOST_BATCH if how.batches else tile.MOST_TOKENS * MOST_SLICES):
         return _many(x, records, bias, how, out)
     if k % 8:
         x = pad(x, (0, -k % 8))
@@ -207,6 +237,9 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
         x = x.clone()
     if m <= tile.MOST_TOKENS:
         how.few[8 if m <= 8 else 16](x, records, bias, out, m)
+        return out
+    if how.batches:
+        how.batch(x, records, bias, out, m)
         return out
     rows, outs = x.view(m, -1), out.view(m, n)
     for start in range(0, m, tile.MOST_TOKENS):

@@ -34,7 +34,7 @@ struct DecodeStage {
     static constexpr int kSlices = 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kBands * kSlices * kRecordBytes;  // byte offsets
-    static constexpr int kBytes = kX + kSlices * kTokens * kXRowBytes;
+    static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
@@ -164,11 +164,10 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             }
             __syncwarp();
         } else {
-            // Lanes 0-15 copy even tokens, 16-31 odd ones: a lane's chunk and XOR never change, and
-            // a slice is one addition and one copy for every two tokens. An odd m copies one row
-            // twice.
+            // Lanes 0-15 copy even tokens, 16-31 odd ones: a slice is one addition, one XOR and one
+            // copy for every two tokens. An odd m copies one row twice.
             const int chunk = lane % 16, x_tiles = (x_k + kRecordK - 1) / kRecordK;
-            const u32 to = ring + Stage::kX + x_smem_offset(lane / 16, chunk);
+            const u32 to = ring + Stage::kX + x_smem_offset<kTokens>(lane / 16, chunk);
             int from[kTokens / 2];
 #pragma unroll
             for (int pair = 0; pair < kTokens / 2; ++pair)
@@ -185,11 +184,11 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                         const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
                         const u32 bytes = column + chunk * 8 < x_k ? 16 : 0;
                         const u32 here =
-                            to + slot.index * Stage::kBytes + sub * kTokens * kXRowBytes;
+                            to + slot.index * Stage::kBytes + sub * x_bytes(kTokens);
 #pragma unroll
                         for (int pair = 0; pair < kTokens / 2; ++pair) {
                             if (2 * pair < m)
-                                copy_async_16(here + pair * 2 * kXRowBytes,
+                                copy_async_16((here ^ pair % 4 * 32) + pair * 2 * kXLine,
                                               x + (from[pair] + column), bytes);
                         }
                     }
@@ -202,12 +201,12 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         return;
     }
 
-    LanePlaces places;
+    LanePlaces<kTokens> places;
     {
         const Worker<kWarpsN> me;
-        places = LanePlaces::of<Record<kGroup, kAsymmetric>>(
+        places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
             ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
-            ring + Stage::kX + me.sub * kTokens * kXRowBytes, me.lane, me.within % 2);
+            ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
     }
     Slot slot;
     cluster_wait();     // before the first store into a neighbour

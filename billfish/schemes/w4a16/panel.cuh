@@ -18,7 +18,7 @@ w4a16_panel(const unsigned char* __restrict__ records, u16* __restrict__ out, in
     const int k_tiles = gridDim.x;
     const int brick = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int k64 = brick / 4, n16 = brick % 4, quad = lane / 4, pair = lane % 4;
-    float value[2][16] = {};  // [row r, row r + 8][k16 step, k in it]
+    float value[2][16] = {};  // [row r, row r + 8][k16 step][k, k + 1, k + 8, k + 9]
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
         const unsigned char* record =
@@ -38,7 +38,7 @@ w4a16_panel(const unsigned char* __restrict__ records, u16* __restrict__ out, in
                 if constexpr (kAsymmetric)
                     zero = record[R::kZeros + place / 2] >> (place % 2 * 4) & 15;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // nibble: even k below, odd k above; k + 2 two on
+                for (int i = 0; i < 4; ++i) {  // nibble: even k below, odd k above; k + 8 two on
                     const int shift = i % 2 * 16 + i / 2 * 8 + lower * 4;
                     const int code = word[step] >> shift & 15;
                     value[lower][step * 4 + i] += static_cast<float>(code - zero) * scale;
@@ -46,26 +46,30 @@ w4a16_panel(const unsigned char* __restrict__ records, u16* __restrict__ out, in
             }
         }
     }
+    // Through shared memory, so that rows are stored in one piece.
+    constexpr int kStride = kRecordK + 8;  // numbers; a quad's rows lie in different banks
+    __shared__ __align__(16) u16 tile[kRecordN * kStride];
 #pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-        const int row = blockIdx.y * kRecordN + n16 * 16 + lower * 8 + quad;
-        if (row >= rows) continue;
-#pragma unroll
-        for (int k32 = 0; k32 < 2; ++k32) {
-            const int column = blockIdx.x * kRecordK + k64 * 64 + k32 * 32 + pair * 8;
-            u16* to = out + static_cast<u64>(row) * k + column;
-            u16 bits[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) bits[i] = T::from_float(value[lower][k32 * 8 + i]);
-            if (k % 8 == 0 && column < k) {
-                uint4 v;
-                v.x = bits[0] | bits[1] << 16, v.y = bits[2] | bits[3] << 16;
-                v.z = bits[4] | bits[5] << 16, v.w = bits[6] | bits[7] << 16;
-                *reinterpret_cast<uint4*>(to) = v;
-            } else {
-                for (int i = 0; i < 8; ++i)
-                    if (column + i < k) to[i] = bits[i];
-            }
+    for (int i = 0; i < 16; ++i) {
+        const int lower = i / 8, step = i / 2 % 4, right = i % 2;
+        const float* pair_of = value[lower] + step * 4 + right * 2;
+        const u32 bits = T::from_float(pair_of[0]) | T::from_float(pair_of[1]) << 16;
+        const int row = n16 * 16 + lower * 8 + quad;
+        const int column = k64 * 64 + step * 16 + right * 8 + pair * 2;
+        *reinterpret_cast<u32*>(tile + row * kStride + column) = bits;
+    }
+    __syncthreads();
+    for (int item = threadIdx.x; item < kRecordN * kRecordK / 8; item += kPanelThreads) {
+        const int row = item / 16, column = item % 16 * 8;
+        const int n = blockIdx.y * kRecordN + row, first = blockIdx.x * kRecordK + column;
+        if (n >= rows) continue;
+        const u16* from = tile + row * kStride + column;
+        u16* to = out + static_cast<u64>(n) * k + first;
+        if (k % 8 == 0) {
+            if (first < k) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+        } else {
+            for (int i = 0; i < 8; ++i)
+                if (first + i < k) to[i] = from[i];
         }
     }
 }

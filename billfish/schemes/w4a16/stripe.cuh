@@ -28,7 +28,7 @@ struct StripeStage {
     static constexpr int kSlices = kStageRecords / kBands;  // that are worked on at a time
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kStageRecords * kRecordBytes;  // byte offset
-    static constexpr int kBytes = kX + kSlices * kTokens * kXRowBytes;
+    static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
     static constexpr int kStages = 4 * kBytes <= kMostSmem ? 4 : 3;
     static_assert(kStages * kBytes <= kMostSmem, "fits on sm_86");
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
@@ -71,7 +71,7 @@ struct StageCopier {
     using Stage = StripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     static constexpr int kTail = Stage::kRecordBytes / 16 - kStripeThreads;  // scales and zeros
     static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
-    static constexpr int kXChunks = Stage::kSlices * kTokens * (kXRowBytes / 16);
+    static constexpr int kXChunks = Stage::kSlices * x_bytes(kTokens) / 16;
     static_assert(kXChunks <= 2 * kStripeThreads && kTokens % 2 == 0, "rows t / 16, t / 16 + 16");
 
     const unsigned char* from;  // the stage's first record, and this thread's 16 bytes in it
@@ -98,7 +98,8 @@ struct StageCopier {
         x_tiles = (x_k + kRecordK - 1) / kRecordK;
         x_columns = x_k - thread % 16 * 8;  // columns below it are real
         row = thread / 16;                  // slice * kTokens + token
-        x_offset = Stage::kX + x_smem_offset(row, thread % 16);
+        x_offset = Stage::kX + row / kTokens * x_bytes(kTokens) +
+                   x_smem_offset<kTokens>(row % kTokens, thread % 16);
     }
 
     // One group of cp.async, empty after the last stage: wait_copies counts groups.
@@ -147,7 +148,7 @@ struct StageCopier {
             const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
             const bool real = token < m && column < x_columns;
             if (sub < slices)  // never more rows than kSlices * kTokens
-                copy_async_16(to + x_offset + i * 16 * kXRowBytes,
+                copy_async_16(to + x_offset + i * x_bytes(16),
                               real ? x + (token * x_k + column) : x, real ? 16u : 0u);
         }
     }
@@ -177,8 +178,8 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
 
     // MARLIN 3.4's warp layout: where a tile is narrow, warps share its inputs, too.
     const int record = warp / 2, band = record % kBands, sub = record / kBands;
-    LanePlaces places = LanePlaces::of<Record<kGroup, kAsymmetric>>(
-        ring + record * Stage::kRecordBytes, ring + Stage::kX + sub * kTokens * kXRowBytes, lane,
+    auto places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
+        ring + record * Stage::kRecordBytes, ring + Stage::kX + sub * x_bytes(kTokens), lane,
         warp % 2);
 
     StageCopier<kGroup, kAsymmetric, kTokens, kBands> copier(

@@ -16,6 +16,7 @@
 
 #define BILLFISH_DEVICE inline
 #define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
 #define __global__
 #define __shared__
 #define __align__(x)
@@ -40,7 +41,8 @@ inline void demand(bool right, const char* what) {
     if (!right) { printf("%s\n", what); exit(1); }
 }
 
-constexpr u32 kSmemBase = 1024, kClusterBlocks = 2;
+constexpr u32 kSmemBase = 1024;
+inline u32 cluster_size = 2;
 inline std::mt19937 lot(1);
 
 struct Gate { int here = 0, generation = 0; };
@@ -63,6 +65,12 @@ struct Barrier {
 
 struct Warp {
     float a[16][16], b[16][8];
+    u32 rows[32];
+    Gate gate;
+};
+
+struct Group {  // of four warps, for wgmma
+    float a[64][16];
     Gate gate;
 };
 
@@ -73,6 +81,7 @@ struct Block {
     std::map<int, Gate> named;
     Gate everybody;
     std::vector<Warp> warps;
+    std::vector<Group> groups;
 };
 
 struct Fiber {
@@ -81,6 +90,7 @@ struct Fiber {
     Block* block;
     u32 thread, index;
     bool done = false;
+    int cluster_rounds = 0;
     std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async, by commit
     Warp& warp() { return block->warps[thread / 32]; }
 };
@@ -101,7 +111,7 @@ inline void meet(Gate& gate, int threads) {
 
 inline Block& block_of(u32& address) {
     if (address >> 24 == 0) return *current->block;
-    Block& found = blocks[blockIdx.x / kClusterBlocks * kClusterBlocks + (address >> 24) - 1];
+    Block& found = blocks[blockIdx.x / cluster_size * cluster_size + (address >> 24) - 1];
     address &= 0xffffff;
     demand(found.ended < found.threads, "a neighbour that has ended");
     return found;
@@ -176,10 +186,17 @@ inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
     });
 }
 
-inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / kClusterBlocks]; }
-inline void wait_for_cluster() {
-    const u32 index = blockIdx.x / kClusterBlocks;
-    while (cluster_arrivals[index] < (int)(kClusterBlocks * current->block->threads)) yield();
+inline void begin_bulk_remote(u32 to, u32 from, u32 bytes, Barrier& barrier) {
+    unsigned char *source = smem_at(from, 16), *place = smem_at(to, 16);
+    smem_at(from + bytes - 16, 16), smem_at(to + bytes - 16, 16);
+    flying.push_back([=, &barrier] { memcpy(place, source, bytes), barrier.complete(bytes); });
+}
+
+inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / cluster_size]; }
+inline void wait_for_cluster() {  // for as many rounds as this thread has arrived
+    const u32 index = blockIdx.x / cluster_size, all = cluster_size * current->block->threads;
+    const int round = ++current->cluster_rounds;
+    while (cluster_arrivals[index] < (int)(all * round)) yield();
 }
 
 // Runs `body` as every thread of a grid.

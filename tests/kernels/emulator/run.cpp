@@ -1,4 +1,4 @@
-// One kernel on the emulated GPU: run KERNEL SEED m n x_k k_tiles grid stages smem < inputs > outputs.
+// One kernel on the emulated GPU: SEED m n x_k k_tiles grid stages smem sms cluster < inputs > outputs.
 // KERNEL, THREADS and WITH_* come from the compiler's command line.
 #include KERNEL_FILE
 
@@ -23,10 +23,10 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
         Block& block = blocks.emplace_back();
         block.threads = threads;
         block.smem.assign(smem_bytes, 0xff);
-        block.warps.resize(threads / 32);
+        block.warps.resize(threads / 32), block.groups.resize(threads / 128 + 1);
         for (u32 t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
-            fiber.block = &block, fiber.thread = t, fiber.index = b, fiber.stack.resize(1 << 15);
+            fiber.block = &block, fiber.thread = t, fiber.index = b, fiber.stack.resize(1 << 16);
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
             fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -70,9 +70,10 @@ static std::vector<unsigned char> take() {  // length, then bytes; on a multiple
 
 int main(int, char** arguments) {
     lot.seed(atoi(arguments[1]));
-    int v[8];
-    for (int i = 0; i < 8; ++i) v[i] = atoi(arguments[i + 2]);
-    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms] = v;
+    int v[9];
+    for (int i = 0; i < 9; ++i) v[i] = atoi(arguments[i + 2]);
+    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster] = v;
+    cluster_size = cluster;
     std::vector<unsigned char> records = take(), x = take(), bias = take();
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
     for (int i = 0; i < 3; ++i) {
@@ -88,6 +89,9 @@ int main(int, char** arguments) {
 #ifdef STRIPE
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), workspace.data(), locks.data(),
                m, n, x_k, k_tiles);
+#elif defined BATCH
+        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages,
+               cluster == 1);
 #else
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages);
 #endif

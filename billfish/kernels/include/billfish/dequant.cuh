@@ -5,8 +5,8 @@
 //     bits 31..28 27..24 23..20 19..16 | 15..12 11..8  7..4   3..0
 //           a3     a2     a1     a0    |  a3     a2     a1     a0      a0: row r,     k, k + 1
 //             odd k (upper half)       |     even k (lower half)       a1: row r + 8, k, k + 1
-//                                                                      a2: row r,     k + 2, k + 3
-//                                                                      a3: row r + 8, k + 2, k + 3
+//                                                                      a2: row r,     k + 8, k + 9
+//                                                                      a3: row r + 8, k + 8, k + 9
 //
 // Nothing is subtracted and nothing scaled here. The tensor cores multiply the raw numbers
 //
@@ -61,5 +61,46 @@ BILLFISH_DEVICE float raw_zero(u32 zero) {
     constexpr float kMagic = 8388608.0f;  // 2^23, 0x4b000000: the last bit is worth 1
     return __uint_as_float(0x4b000000u | zero) - (kMagic - Raw<T>::kOffset);
 }
+
+// Decoded weights, (code - zero) * scale rounded once: 13 (fp16) or 15 (bf16) instructions for 8.
+// `scale` and `zero` of rows r and r + 8, both halves alike.
+template <class T>
+struct Exact;
+
+template <>
+struct Exact<Half> {
+    // 0x6400 | n is 1024 + n and 0x6400 | n << 4 is 1024 + 16 n: minus 1024 + zero, or divided by 16
+    // minus 64 + zero, exactly code - zero.
+    static BILLFISH_DEVICE u32 zero(u32 zero, bool lower) {
+        return lower ? 0xd400u | zero << 4 : 0xe400u | zero;
+    }
+    static BILLFISH_DEVICE void fragment(u32 word, const u32 (&scale)[2], const u32 (&zero)[2],
+                                         u32 (&a)[4]) {
+        constexpr u32 k1024 = 0x64006400u, kSixteenth = 0x2c002c00u;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const u32 w = word >> 4 * i;
+            const u32 upper = Half::add(and_or(w, 0x000f000fu, k1024), zero[0]);
+            const u32 lower = Half::fma(and_or(w, 0x00f000f0u, k1024), kSixteenth, zero[1]);
+            a[i] = Half::mul(upper, scale[0]);
+            a[i + 1] = Half::mul(lower, scale[1]);
+        }
+    }
+};
+
+template <>
+struct Exact<Bfloat> {
+    static BILLFISH_DEVICE u32 zero(u32 zero, bool) { return 0xc300u | zero; }  // -(128 + zero)
+    static BILLFISH_DEVICE void fragment(u32 word, const u32 (&scale)[2], const u32 (&zero)[2],
+                                         u32 (&a)[4]) {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 raw = and_or(word >> 4 * i, 0x000f000fu, 0x43004300u);
+            a[i] = Bfloat::mul(Bfloat::add(raw, zero[i % 2]), scale[i % 2]);
+        }
+#endif
+    }
+};
 
 }  // namespace billfish

@@ -17,6 +17,22 @@ struct Half {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
     }
+    // Two numbers in a register, rounded once.
+    static BILLFISH_DEVICE u32 add(u32 a, u32 b) {
+        u32 v;
+        asm("add.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+        return v;
+    }
+    static BILLFISH_DEVICE u32 mul(u32 a, u32 b) {
+        u32 v;
+        asm("mul.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+        return v;
+    }
+    static BILLFISH_DEVICE u32 fma(u32 a, u32 b, u32 c) {
+        u32 v;
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+        return v;
+    }
     // d (16, 8) += a (16, 16) b (16, 8), fp32 sums; formats/fragment.py says who holds what.
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
@@ -42,6 +58,18 @@ struct Bfloat {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
     }
+#if __CUDA_ARCH__ >= 900
+    static BILLFISH_DEVICE u32 add(u32 a, u32 b) {
+        u32 v;
+        asm("add.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+        return v;
+    }
+    static BILLFISH_DEVICE u32 mul(u32 a, u32 b) {
+        u32 v;
+        asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+        return v;
+    }
+#endif
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -58,5 +86,14 @@ struct Bfloat {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
     }
 };
+
+template <class T, class S>
+BILLFISH_DEVICE u32 convert(u32 bits) {
+    return T::from_float(S::to_float(bits));
+}
+template <>
+BILLFISH_DEVICE u32 convert<Half, Half>(u32 bits) { return bits; }
+template <>
+BILLFISH_DEVICE u32 convert<Bfloat, Bfloat>(u32 bits) { return bits; }
 
 }  // namespace billfish

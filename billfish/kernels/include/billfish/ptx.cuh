@@ -26,8 +26,8 @@ BILLFISH_DEVICE u32 thread_index() {
 
 // -- bits
 
-// a & mask | bits in one instruction. With two constants ptxas makes two of it, since a LOP3 has room
-// for one; here it puts `bits` into a register.
+// a & mask | bits in one instruction. With two constants ptxas makes two of it, since a LOP3 has
+// room for one; here it puts `bits` into a register.
 BILLFISH_DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     u32 v;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
@@ -50,16 +50,33 @@ BILLFISH_DEVICE uint2 load_smem_8(u32 address) {
     return v;
 }
 
+BILLFISH_DEVICE u32 load_smem_4(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
 BILLFISH_DEVICE u32 load_smem_2(u32 address) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
     return v;
 }
 
+// Four 8 x 8 matrices of 16-bit numbers: lane l names row l % 8 of matrix l / 8 (16 bytes) and
+// gets, of each, two neighbours of row l / 4. A B fragment of mma.m16n8k16 is two of them.
+BILLFISH_DEVICE void load_matrices(u32 (&v)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+}
+
 BILLFISH_DEVICE float load_smem_float(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
     return v;
+}
+
+BILLFISH_DEVICE void store_smem_4(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
@@ -81,6 +98,13 @@ BILLFISH_DEVICE void sync_some() {
 BILLFISH_DEVICE u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Weights that other blocks read, too.
+BILLFISH_DEVICE u64 keep_policy() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
@@ -133,6 +157,11 @@ BILLFISH_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
 // Makes fresh barriers known to the copy engine and to the other blocks of the cluster.
 BILLFISH_DEVICE void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// For threads whose loads have been used: see below.
+BILLFISH_DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // If `mine`, arrives once `seen` is there, a number made of all that this thread's warp has read. A
@@ -204,6 +233,12 @@ BILLFISH_DEVICE u32 cluster_count() {
     return v;
 }
 
+BILLFISH_DEVICE u32 cluster_blocks() {
+    u32 v;
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(v));
+    return v;
+}
+
 // Relaxed: enough for barriers, which have a fence of their own; a release costs a membar.gpu.
 BILLFISH_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -225,6 +260,13 @@ BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
         ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
+}
+
+// A block's shared memory to another's, both on multiples of 16 bytes; counted on that barrier.
+BILLFISH_DEVICE void copy_bulk_to_block(u32 to, u32 from, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+        " [%0], [%1], %2, [%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // -- time

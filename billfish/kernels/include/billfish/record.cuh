@@ -26,55 +26,60 @@ struct Record {
     static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
 };
 
-// Activations of 128 inputs in shared memory: 16 chunks of 8 numbers a token, 256 bytes. The second
-// half of a 128-byte line is exchanged with the first for odd tokens (MARLIN's XOR), so that the
-// eight lanes of a 16-byte access phase, two tokens x four chunks, hit all 32 banks.
-constexpr int kXRowBytes = kRecordK * 2;
+// Activations of 128 inputs in shared memory: [k64 (2)][token] lines of 128 bytes, 8 chunks of 8
+// numbers, whose order is XORed with the token (MARLIN's XOR; the tensor cores' own 128-byte
+// swizzle). Eight tokens' chunks of the same inputs then lie in different banks.
+constexpr int kXLine = 128;
 
-BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {
-    return token * kXRowBytes + ((chunk ^ ((token & 1) << 2)) << 4);
+constexpr BILLFISH_DEVICE int x_bytes(int tokens) { return 2 * tokens * kXLine; }
+
+template <int kTokens>
+BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {  // chunk of 16
+    return (chunk / 8 * kTokens + token) * kXLine + ((chunk ^ token) % 8 << 4);
 }
 
 // Where a lane finds its own: addresses in shared memory, found once a kernel and moved from stage
 // to stage. Activations begin on a multiple of 128 bytes.
+template <int kTokens>
 struct LanePlaces {
-    u32 words, scales, zeros, x;
+    u32 words, x;
     template <class R>
     static BILLFISH_DEVICE LanePlaces of(u32 record, u32 x, int lane, int half) {
-        const int quad = lane / 4, pair = lane % 4;
         LanePlaces places;
         places.words = record + half * 2 * kBrickBytes + lane * 16;
-        places.scales = record + R::kScales + (half * 8 + quad) * 8;
-        places.zeros = record + R::kZeros + (half * 8 + quad) * 2;
-        places.x = x + x_smem_offset(quad, pair);
+        places.x = x + x_smem_offset<kTokens>(lane % 8, lane / 8);
         return places;
     }
     BILLFISH_DEVICE void move(u32 by) {  // to another stage of a ring
-        words += by, scales += by, zeros += by, x += by;
+        words += by, x += by;
+    }
+    // Of a quad's four outputs; `bytes` for the eight quads of a half. Found anew for each group:
+    // kept, they would cost registers that the products need. Warps take halves in turn.
+    BILLFISH_DEVICE u32 of_quad(int offset, int bytes) const {
+        const u32 thread = thread_index(), lane = thread % 32, half = thread / 32 % 2;
+        return words + offset - half * (2 * kBrickBytes - bytes) - lane * 16 + lane / 4 * (bytes / 8);
     }
     // The B fragments of k16 steps 2 k32 and 2 k32 + 1 of tokens 8 block to 8 block + 7.
     BILLFISH_DEVICE void load_x(u32 (&b)[4], int block, int k32) const {
         const u32 mine = k32 % 2 ? x ^ 64 : x;  // chunk + 4, wherever the XOR has put it
-        const uint4 v = load_smem_16(mine + block * 8 * kXRowBytes + k32 / 2 * 128);
-        b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+        load_matrices(b, mine + (k32 / 2 * kTokens + block * 8) * kXLine);
     }
 };
 
 // acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() once
 // after all of k brings it to units of the output.
 //
-// A warp takes one half of the record's 64 outputs. Of each 32 inputs, lane pair p owns inputs
-// 8 p to 8 p + 7 (formats/layout.py), so that its part of x is 16 contiguous bytes. Every warp
-// sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
+// A warp takes one half of the record's 64 outputs. Every warp sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
 // order of all sums is the same for every kTokens. `release` is called at the end with a number
 // that depends on every byte of the record that was read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
-BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens / 8][4],
+BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][kTokens / 8][4],
                               Release release) {
     constexpr int kSteps = kGroup / 16;
     constexpr int kBlocks = kTokens / 8;
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
+    constexpr bool kFew = kGroup == 32 && kTokens == 16;  // registers: 96 let two blocks on an SM
     float part[2][kBlocks][4], total[kBlocks][4];  // sums of raw weights times x, and of x
     // One pass of 64 inputs at a time where a group ends within it: both at once need more
     // registers than let two blocks on an SM.
@@ -82,19 +87,27 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
     for (int k64 = 0; k64 < 2; ++k64) {
         u32 word[2][4];
 #pragma unroll
-        for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(places.words + (k64 * 4 + brick) * kBrickBytes);
-            word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
-        }
-#pragma unroll
         for (int k32 = 0; k32 < 2; ++k32) {
+#pragma unroll
+            for (int brick = 0; brick < 2; ++brick) {
+                const u32 at = places.words + (k64 * 4 + brick) * kBrickBytes;
+                if (kFew) {
+                    const uint2 v = load_smem_8(at + k32 * 8);
+                    word[brick][k32 * 2] = v.x, word[brick][k32 * 2 + 1] = v.y;
+                } else if (k32 == 0) {
+                    const uint4 v = load_smem_16(at);
+                    word[brick][0] = v.x, word[brick][1] = v.y;
+                    word[brick][2] = v.z, word[brick][3] = v.w;
+                }
+            }
             const int group = (k64 * 4 + k32 * 2) / kSteps;
             const bool last = kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1);
             uint2 bits;
             u32 zeros = 0x8888u;
             if (last) {
-                bits = load_smem_8(places.scales + group * 128);
-                if (kAsymmetric) zeros = load_smem_2(places.zeros + group * 32);
+                using R = Record<kGroup, kAsymmetric>;
+                bits = load_smem_8(places.of_quad(R::kScales, 64) + group * 128);
+                if (kAsymmetric) zeros = load_smem_2(places.of_quad(R::kZeros, 16) + group * 32);
             }
             u32 b[kBlocks][4];
 #pragma unroll
@@ -105,9 +118,8 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
                 const int step = k64 * 4 + k32 * 2 + j;
                 const bool first = kGroup == 128 ? step == 0 : (k32 * 2 + j) % kSteps == 0;
                 u32 a[2][4];
-                constexpr bool kSpare = kGroup > 32 || kTokens == 8;
-                Raw<T>::template fragment<kSpare>(word[0][k32 * 2 + j], a[0]);
-                Raw<T>::template fragment<kSpare>(word[1][k32 * 2 + j], a[1]);
+                Raw<T>::template fragment<!kFew>(word[0][k32 * 2 + j], a[0]);
+                Raw<T>::template fragment<!kFew>(word[1][k32 * 2 + j], a[1]);
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
                     const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
@@ -123,7 +135,7 @@ BILLFISH_DEVICE void multiply(const LanePlaces& places, float (&acc)[2][kTokens 
                 }
             }
             if (!last) continue;
-            if (kGroup == 32) __syncwarp();  // or ptxas has so much at hand that it spills
+            if (kFew) __syncwarp();  // or ptxas has so much at hand that it spills
 #pragma unroll
             for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
                 const u32 half = row / 2 ? bits.y : bits.x;

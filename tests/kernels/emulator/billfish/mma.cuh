@@ -29,6 +29,17 @@ inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool zero)
     meet(warp.gate, 32);
 }
 
+// a b + c for both halves, rounded once.
+template <class T>
+inline u32 each(u32 a, u32 b, u32 c) {
+    u32 v = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const double product = (double)T::to_float(a >> i & 0xffff) * T::to_float(b >> i & 0xffff);
+        v |= (u32)T::from_float(product + T::to_float(c >> i & 0xffff)) << i;
+    }
+    return v;
+}
+
 struct Half {
     static float to_float(u32 bits) {
         u16 v = bits;
@@ -42,6 +53,9 @@ struct Half {
         memcpy(&bits, &h, 2);
         return bits;
     }
+    static u32 add(u32 a, u32 b) { return each<Half>(a, 0x3c003c00u, b); }
+    static u32 mul(u32 a, u32 b) { return each<Half>(a, b, 0); }
+    static u32 fma(u32 a, u32 b, u32 c) { return each<Half>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, true); }
 };
@@ -54,8 +68,14 @@ struct Bfloat {
         if (v != v) return 0x7fff;
         return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
+    static u32 add(u32 a, u32 b) { return each<Bfloat>(a, 0x3f803f80u, b); }
+    static u32 mul(u32 a, u32 b) { return each<Bfloat>(a, b, 0); }
+    static u32 fma(u32 a, u32 b, u32 c) { return each<Bfloat>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, true); }
 };
+
+template <class T, class S>
+inline u32 convert(u32 bits) { return T::from_float(S::to_float(bits)); }
 
 }  // namespace billfish

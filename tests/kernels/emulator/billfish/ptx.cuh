@@ -14,13 +14,27 @@ inline uint4 load_smem_16(u32 a) { return read<uint4>(a); }
 inline uint2 load_smem_8(u32 a) { return read<uint2>(a); }
 inline u32 load_smem_4(u32 a) { return read<u32>(a); }
 inline u32 load_smem_2(u32 a) { return read<u16>(a); }
+inline void load_matrices(u32 (&v)[4], u32 a) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    warp.rows[lane] = a;
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = warp.rows[8 * i + lane / 4];
+        demand(row % 16 == 0, "ldmatrix");
+        v[i] = read<u32>(row + lane % 4 * 4);
+    }
+    meet(warp.gate, 32);
+}
 inline float load_smem_float(u32 a) { return read<float>(a); }
+inline void store_smem_4(u32 a, float v) { write(smem_at(a, 4), &v, 4); }
 inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
 
 template <int kBarrier, int kThreads>
 inline void sync_some() { meet(current->block->named[kBarrier], kThreads); }
 
 inline u64 evict_first_policy() { return 7; }
+inline u64 keep_policy() { return 7; }
 inline void copy_async_16(u32 to, const void* from, u32 bytes = 16) { begin_copy(to, from, bytes); }
 inline void copy_async_16(u32 to, const void* from, u64 policy) {
     demand(policy == 7, "a policy that is none");
@@ -38,6 +52,7 @@ inline void barrier_init_fence() {}
 inline u32 thread_index() { return threadIdx.x; }
 inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 
+inline void barrier_arrive(u32 b) { barrier_at(b).arrive(); }
 inline void barrier_arrive_after(u32 b, float, bool mine) {
     if (mine) barrier_at(b).arrive();
 }
@@ -50,14 +65,20 @@ inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     begin_bulk(to, from, bytes, barrier_at(b));
 }
 
-inline u32 cluster_rank() { return blockIdx.x % kClusterBlocks; }
-inline u32 cluster_index() { return blockIdx.x / kClusterBlocks; }
-inline u32 cluster_count() { return gridDim.x / kClusterBlocks; }
+inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
+inline u32 cluster_index() { return blockIdx.x / cluster_size; }
+inline u32 cluster_count() { return gridDim.x / cluster_size; }
+inline u32 cluster_blocks() { return cluster_size; }
 inline void cluster_arrive() { arrive_in_cluster(); }
 inline void cluster_wait() { wait_for_cluster(); }
 inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
 inline void store_remote(u32 to, float a, float b, u32 barrier) {
     begin_remote(to, a, b, barrier_at(barrier));
+}
+
+inline void copy_bulk_to_block(u32 to, u32 from, u32 bytes, u32 barrier) {
+    demand(bytes % 16 == 0 && from % 16 == 0, "bulk copy between blocks");
+    begin_bulk_remote(to, from, bytes, barrier_at(barrier));
 }
 
 inline u64 nanoseconds() { static u64 now = 0; return now += 100; }

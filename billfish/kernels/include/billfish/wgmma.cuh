@@ -1,0 +1,103 @@
+// wgmma: a warpgroup's product, 64 outputs x 16 inputs in registers times 16 inputs x N tokens in
+// shared memory, asynchronous. Of a group in flight neither sums nor fragments may be touched.
+#pragma once
+
+#include "billfish/mma.cuh"
+
+namespace billfish {
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+// Before the first product, and after registers of it were written.
+BILLFISH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Closes a group of products.
+BILLFISH_DEVICE void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the newest groups are still under way.
+template <int kPending>
+BILLFISH_DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Makes stores of other threads to shared memory, seen through a barrier, visible to the tensor
+// cores, which read it past the caches of threads.
+BILLFISH_DEVICE void fence_for_wgmma() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Moves registers of a block from warpgroups that copy to those that multiply.
+template <int kRegisters>
+BILLFISH_DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+BILLFISH_DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// What describes x to the tensor cores: lines of 128 bytes (64 inputs) a token, 8 tokens in 1024
+// bytes, chunks XORed with the token (128-byte swizzle). 16 inputs on is 32 bytes on.
+BILLFISH_DEVICE u64 x_descriptor(u32 address) {
+    constexpr u64 kSwizzle128 = 1ull << 62, kEightTokens = static_cast<u64>(1024 >> 4) << 32;
+    return kSwizzle128 | kEightTokens | 1ull << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Sums are outputs: %0 to %(N / 2 - 1); then come the fragment and the description of x.
+// clang-format off
+#define BILLFISH_NAMES_8 \
+    "%0,%1,%2,%3,%4,%5,%6,%7"
+#define BILLFISH_SUMS_8 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), \
+    "+f"(d[6]), "+f"(d[7])
+#define BILLFISH_NAMES_16 BILLFISH_NAMES_8 \
+    ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define BILLFISH_SUMS_16 BILLFISH_SUMS_8, \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
+    "+f"(d[14]), "+f"(d[15])
+#define BILLFISH_NAMES_32 BILLFISH_NAMES_16 \
+    ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define BILLFISH_SUMS_32 BILLFISH_SUMS_16, \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), \
+    "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+    "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define BILLFISH_NAMES_48 BILLFISH_NAMES_32 \
+    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define BILLFISH_SUMS_48 BILLFISH_SUMS_32, \
+    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), \
+    "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), \
+    "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define BILLFISH_NAMES_64 BILLFISH_NAMES_48 \
+    ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define BILLFISH_SUMS_64 BILLFISH_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), \
+    "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), \
+    "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define BILLFISH_WGMMA(TAG, TYPE, N, R, A0, A1, A2, A3, B, P)                               \
+    BILLFISH_DEVICE void wgmma(TAG, float (&d)[R], const u32 (&a)[4], u64 b, u32 add) {     \
+        asm volatile(                                                                       \
+            "{\n .reg .pred p;\n setp.ne.u32 p, %" #P ", 0;\n"                             \
+            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE              \
+            " {" BILLFISH_NAMES_##R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B        \
+            ", p, 1, 1, 0;\n}"                                                              \
+            : BILLFISH_SUMS_##R                                                             \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                \
+    }
+#define BILLFISH_WIDTHS(TAG, TYPE)                             \
+    BILLFISH_WGMMA(TAG, TYPE, 16, 8, 8, 9, 10, 11, 12, 13)         \
+    BILLFISH_WGMMA(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20, 21)      \
+    BILLFISH_WGMMA(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36, 37)      \
+    BILLFISH_WGMMA(TAG, TYPE, 96, 48, 48, 49, 50, 51, 52, 53)      \
+    BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68, 69)
+
+// d (64, 2 R) = a (64, 16) x^T (16, 2 R), plus d if `add`; d is spread like mma's, 16 outputs a
+// warp.
+BILLFISH_WIDTHS(Half, f16)
+BILLFISH_WIDTHS(Bfloat, bf16)
+// clang-format on
+
+#endif
+
+}  // namespace billfish

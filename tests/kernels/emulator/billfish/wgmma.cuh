@@ -1,0 +1,45 @@
+// wgmma over the 128 fibers of a warpgroup, at once: what may be touched meanwhile is not judged here.
+#pragma once
+
+#include "billfish/mma.cuh"
+
+namespace billfish {
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int kPending>
+inline void wgmma_wait() {}
+inline void fence_for_wgmma() {}
+template <int kRegisters>
+inline void give_registers() {}
+template <int kRegisters>
+inline void take_registers() {}
+
+inline u64 x_descriptor(u32 address) {
+    demand(address % 1024 == 0, "swizzle of 128 bytes");
+    return address >> 4;
+}
+
+// PTX's canonical layout: 8 tokens in 1024 bytes, bits 4-6 of an address XORed with bits 7-9.
+inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+
+template <class T, int kSums>
+inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b, bool add) {
+    Group& group = current->block->groups[current->thread / 128];
+    const int lane = current->thread % 32, row = current->thread % 128 / 32 * 16 + lane / 4;
+    for (int e = 0; e < 8; ++e)
+        group.a[row + e / 2 % 2 * 8][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
+    meet(group.gate, 128);
+    for (int i = 0; i < kSums; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = add ? d[i] : 0;
+        for (int k = 0; k < 16; ++k) {
+            const u32 at = ((u32)b << 4) + token * 128 + k * 2;
+            sum += (double)group.a[row + i / 2 % 2 * 8][k] * T::to_float(read<u16>(swizzled(at)));
+        }
+        d[i] = (float)sum;
+    }
+    meet(group.gate, 128);
+}
+
+}  // namespace billfish
