@@ -88,6 +88,40 @@ def kernels(
         raise typer.Exit(1)  # every point has said why
 
 
+@app.command(epilog="Example: billfish bench tune --shapes llama3-8b --m 32,64,128 --json t.json")
+def tune(
+    json_: Annotated[
+        Path, typer.Option("--json", help="Write the table, with what was found, to this file.")
+    ],
+    shapes: Annotated[
+        str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
+    ] = "llama3-8b,llama3-70b",
+    m: Annotated[str, typer.Option(help="Batch sizes, 17 to 1024.")] = "32,64,128,256,512,1024",
+) -> None:
+    """Search the fastest cut of w4a16's batch kernel for each linear and batch size.
+
+    The table that comes with Billfish was made like this; to use another, put it in its place
+    (schemes/w4a16/tuned.json).
+    """
+    from billfish.bench import tune as search
+    from billfish.bench.shapes import parse_rows, parse_shapes
+    from billfish.bench.timing import QUICK, GraphCard
+    from billfish.schemes.w4a16 import batch
+
+    sets, rows = parse_shapes(shapes), parse_rows(m)
+    if not json_.absolute().parent.is_dir():
+        raise UserError(f"--json {json_}: there is no directory {json_.absolute().parent}.")
+    with show.status() as say:
+        found = search.search(sets, rows, GraphCard(QUICK), QUICK, say)
+    for layer in found["layers"]:
+        rows_ = [[m, *cut, layer["us"][m]] for m, cut in layer["cuts"].items()]
+        columns = ["m", "tokens", "bands", "cluster", "us"]
+        show.table(f"\n{layer['k']} x {layer['n']}", columns, rows_)
+    table = search.merged(json.loads(batch.TABLE.read_text()), found)
+    json_.write_text(search.text(table))
+    show.out.print(f"written: {json_}", markup=False)
+
+
 def _request(
     scheme: str, shapes: str, m: str, group_size: str, sym: bool, dtype: str, op: str, modes: str
 ) -> Any:

@@ -1,0 +1,54 @@
+"""The search of cuts: what it tries, and how its table grows. The timing itself needs a GPU."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from billfish.bench import tune
+from billfish.bench.shapes import parse_shapes
+from billfish.cli import app
+from billfish.errors import UserError
+from billfish.kernels.device import Gpu
+from billfish.schemes.w4a16 import batch
+
+H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
+TABLE = json.loads(batch.TABLE.read_text())
+
+
+def test_it_tries_the_models_choice_first_and_nothing_hopeless():
+    tried = tune.worth_trying(64, 4096, 32, 4224, H200)
+    expected = [batch.model_us(how, 32, H200) for how in tried]
+    assert expected == sorted(expected) and expected[-1] <= 2 * expected[0]
+    assert len(tried) > 1
+    every = [batch.launch(cut, 64, 4096, 32, 4224, H200) for cut in batch.cuts()]
+    left_out = {how for how in every if how} - set(tried)
+    assert all(batch.model_us(how, 32, H200) > 2 * expected[0] for how in left_out)
+
+
+def test_a_search_replaces_what_the_table_has_of_its_layers():
+    layer = {"k": 4096, "n": 4096, "cuts": {"32": [32, 1, 2]}, "us": {"32": 1.0}}
+    found = {"device": "NVIDIA H200", "date": "2030-01-01", "layers": [layer]}
+    table = tune.merged(TABLE, found)
+    layers = [each for search in table["searches"] for each in search["layers"]]
+    assert [each for each in layers if (each["k"], each["n"]) == (4096, 4096)] == [layer]
+    assert len(layers) == sum(len(search["layers"]) for search in TABLE["searches"])
+    other = tune.merged(TABLE, {**found, "device": "another"})
+    assert other["searches"][:-1] == TABLE["searches"]
+    assert json.loads(tune.text(table)) == table
+
+
+def test_the_table_is_written_as_the_search_writes_it():
+    assert batch.TABLE.read_text() == tune.text(TABLE)
+
+
+@pytest.mark.parametrize("rows", [(16,), (32, 2048)])
+def test_tokens_that_other_kernels_take(rows):
+    with pytest.raises(UserError, match="17 to 1024"):
+        tune.search(parse_shapes("4096x4096"), rows, None, None, print)
+
+
+def test_no_gpu_is_said_before_anything_else(tmp_path):
+    done = CliRunner().invoke(app, ["bench", "tune", "--json", str(tmp_path / "t.json")])
+    assert done.exit_code != 0
+    assert not (tmp_path / "t.json").exists()

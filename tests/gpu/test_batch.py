@@ -1,0 +1,99 @@
+"""w4a16_batch: every instance and cluster against the oracle, whatever batch.pick would take."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from billfish.kernels.device import gpu
+from billfish.kernels.launch import plain_launches
+from billfish.schemes.w4a16 import W4A16, batch, cuda
+from billfish.schemes.w4a16.cuda import CudaOp
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+DTYPES = (torch.float16, torch.bfloat16)
+SCHEMES = (W4A16(4, 128), W4A16(4, 32, False), W4A16(4, 64), W4A16(8, 128), W4A16(4, -1, False))
+SIZES = {128: (300, 1280), 32: (1000, 576), 64: (200, 640), -1: (65, 1100)}
+
+
+def make(scheme, n, k, dtype):
+    levels, groups = scheme.grid.levels, 1 if scheme.group_size == -1 else k // scheme.group_size
+    codes = torch.randint(levels, (n, k), device=DEVICE).to(torch.uint8)
+    zeros = torch.randint(levels, (n, groups), device=DEVICE).to(torch.uint8)
+    scales = (torch.rand(n, groups, device=DEVICE) * 0.02 + 0.001).to(dtype)
+    tensors = scheme.pack(codes, scales, zeros)
+    return CudaOp(scheme, tensors), scheme.dequantize(tensors)
+
+
+def plan_of(op):
+    return cuda.plan(0, op.shape.n, op.shape.k, op.kind, op.shape.scale_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.bits}bit-g{s.group_size}")
+@pytest.mark.parametrize("instance", list(batch.STAGE_US), ids=str)
+def test_every_cut(instance, scheme, dtype):
+    n, k = SIZES[scheme.group_size]
+    op, weight = make(scheme, n, k, dtype)
+    plan, rounded, bias = plan_of(op), weight.to(dtype), torch.randn(n, device=DEVICE).to(dtype)
+    launched = 0
+    for cluster in batch.CLUSTERS:
+        cut = batch.Cut(*instance, cluster)
+        for m in (17, cut.tokens, 2 * cut.tokens + 5):
+            how = batch.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
+            if how is None:
+                continue
+            launched += 1
+            x = torch.randn(m, k, device=DEVICE).to(dtype)
+            plan.cuts[m] = how
+            y, again = op(x, bias), op(x, bias)
+            del plan.cuts[m]
+            exact = x.double() @ weight.double().T + bias.double()
+            ours = (y.double() - exact).abs().max()
+            theirs = (linear(x, rounded, bias).double() - exact).abs().max()
+            one = exact.abs().max() * (2**-11 if dtype == torch.float16 else 2**-8)
+            assert ours <= 2 * theirs + one, (cut, m, float(ours), float(theirs))
+            assert torch.equal(y, again), (cut, m)
+    assert launched
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+def test_identity_gives_the_weights_rounded_once(dtype):
+    op, weight = make(W4A16(4, 32, False), 1000, 576, dtype)
+    eye = torch.eye(576, device=DEVICE, dtype=dtype)
+    assert torch.equal(op(eye), weight.to(dtype).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("m", [32, 64, 200])
+def test_a_chain_beside_library_products(m, dtype):
+    """Kernels that start while others run: each result as if it were alone."""
+    layers = [make(W4A16(4, 128), 4096, 4096, dtype) for _ in range(3)]
+    x, dense = torch.randn(m, 4096, device=DEVICE).to(dtype), layers[0][1].to(dtype)
+    with plain_launches():
+        expected = [op(x) for op, _ in layers]
+    linear(x, dense)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = []
+        for _ in range(4):
+            for (op, _), right in zip(layers, expected, strict=True):
+                results += [(op(x), right), (op(x), right)]
+                linear(x, dense)
+    for _ in range(50):
+        graph.replay()
+        assert all(torch.equal(y, right) for y, right in results)
+
+
+def test_rows_of_a_batch_do_not_see_each_other():
+    op, _ = make(W4A16(4, 128), 576, 1536, torch.float16)
+    x = torch.randn(100, 1536, device=DEVICE).half()
+    clean = op(x)
+    for row in (0, 50, 99):
+        spoilt = x.clone()
+        spoilt[row] = float("nan")
+        y = op(spoilt)
+        others = torch.arange(100, device=DEVICE) != row
+        assert torch.equal(y[others], clean[others]) and bool(y[row].isnan().all())
