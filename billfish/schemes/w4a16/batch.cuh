@@ -216,19 +216,19 @@ w4a16_batch(const unsigned char* __restrict__ records, const u16* __restrict__ x
         }
     }
     // MARLIN 3.4: blocks of a cluster own as many tokens each, and get the others' sums of them by
-    // bulk copies: [block][token][output], behind their own.
+    // bulk copies: [block][token][output], behind their own sums of all tokens.
     const int owned = kTokens / blocks, part = owned * kStride * 4;
-    u32 sums = ring;
     if (blocks > 1) {
         fence_for_wgmma();  // bulk copies read shared memory as tensor cores do
         sync_some<1, kThreads>();
         cluster_arrive(), cluster_wait();  // nobody's ring is in use
-        sums = ring + kSumsBytes;
         if (thread == 0) {
-            barrier_arrive_expect(reduced, blocks * part);
-            for (int i = 0; i < blocks; ++i)
-                copy_bulk_to_block(in_block(sums + rank * part, i), ring + i * part, part,
-                                   in_block(reduced, i));
+            barrier_arrive_expect(reduced, (blocks - 1) * part);
+            for (int i = 0; i < blocks; ++i) {
+                if (i != rank)
+                    copy_bulk_to_block(in_block(ring + kSumsBytes + rank * part, i),
+                                       ring + i * part, part, in_block(reduced, i));
+            }
         }
         barrier_wait(reduced, 0);
         cluster_arrive();  // this block has its sums
@@ -241,10 +241,10 @@ w4a16_batch(const unsigned char* __restrict__ records, const u16* __restrict__ x
         if (token_0 + token >= m || row_0 + row >= n) continue;
         float sum[8] = {};
         for (int block = 0; block < blocks; ++block) {
+            const u32 sums = ring + block * part + (block == rank ? 0 : kSumsBytes);
 #pragma unroll
             for (int i = 0; i < 8; i += 4) {
-                const uint4 v =
-                    load_smem_16(sums + block * part + (token * kStride + row + i) * 4);
+                const uint4 v = load_smem_16(sums + (token * kStride + row + i) * 4);
                 sum[i] += __uint_as_float(v.x), sum[i + 1] += __uint_as_float(v.y);
                 sum[i + 2] += __uint_as_float(v.z), sum[i + 3] += __uint_as_float(v.w);
             }

@@ -89,6 +89,12 @@ def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
     return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
 
 
+def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
+    """Where w4a16_batch's weights are rounded once: of one plane, and with scales of x's type."""
+    exact = kind.planes == 1 and kind.scale_dtype == dtype
+    return exact and kind.kernel == "decode" and arch == BATCH_ARCH
+
+
 def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
     k = scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
     shape = arrange.shape_of(scheme, 1, k, scale_dtype)
@@ -101,7 +107,7 @@ def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, .
     kind = kind_of(scheme, "decode" if hopper else "stripe", dtype)
     bands = (1, 2, 4) if hopper else (STRIPE_BANDS,)
     kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in bands]
-    if arch == BATCH_ARCH:
+    if runs_batches(kind, dtype, arch):
         kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.STAGE_US]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))
 
@@ -130,7 +136,7 @@ class Plan:
         self.few = {tokens: make(index, tokens) for tokens in (8, 16)}
         self.gpu, self.cuts = gpu(index), dict[int, batch.Launch]()
         self.batches: dict[tuple[int, int], Loaded] = {}
-        if kind.kernel == "decode" and self.gpu.arch == BATCH_ARCH:
+        if runs_batches(kind, dtype, self.gpu.arch):
             for instance in batch.STAGE_US:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 

@@ -69,8 +69,8 @@ struct Exact;
 
 template <>
 struct Exact<Half> {
-    // 0x6400 | n is 1024 + n and 0x6400 | n << 4 is 1024 + 16 n: minus 1024 + zero, or divided by 16
-    // minus 64 + zero, exactly code - zero.
+    // 0x6400 | n is 1024 + n and 0x6400 | n << 4 is 1024 + 16 n: minus 1024 + zero, or divided by
+    // 16 minus 64 + zero, exactly code - zero.
     static BILLFISH_DEVICE u32 zero(u32 zero, bool lower) {
         return lower ? 0xd400u | zero << 4 : 0xe400u | zero;
     }

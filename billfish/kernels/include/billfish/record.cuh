@@ -57,7 +57,8 @@ struct LanePlaces {
     // kept, they would cost registers that the products need. Warps take halves in turn.
     BILLFISH_DEVICE u32 of_quad(int offset, int bytes) const {
         const u32 thread = thread_index(), lane = thread % 32, half = thread / 32 % 2;
-        return words + offset - half * (2 * kBrickBytes - bytes) - lane * 16 + lane / 4 * (bytes / 8);
+        const u32 record = words - half * 2 * kBrickBytes - lane * 16;
+        return record + offset + half * bytes + lane / 4 * (bytes / 8);
     }
     // The B fragments of k16 steps 2 k32 and 2 k32 + 1 of tokens 8 block to 8 block + 7.
     BILLFISH_DEVICE void load_x(u32 (&b)[4], int block, int k32) const {
@@ -69,9 +70,10 @@ struct LanePlaces {
 // acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() once
 // after all of k brings it to units of the output.
 //
-// A warp takes one half of the record's 64 outputs. Every warp sums x for itself: a warp that did it for all, and a barrier, were slower (LOG 2026-11-15). The
-// order of all sums is the same for every kTokens. `release` is called at the end with a number
-// that depends on every byte of the record that was read.
+// A warp takes one half of the record's 64 outputs. Every warp sums x for itself: a warp that did
+// it for all, and a barrier, were slower (LOG 2026-11-15). The order of all sums is the same for
+// every kTokens. `release` is called at the end with a number that depends on every byte of the
+// record that was read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
 BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][kTokens / 8][4],
                               Release release) {
