@@ -74,8 +74,7 @@ def kernels(
         if plot is not None:
             pictures.need_matplotlib()
             plot.mkdir(parents=True, exist_ok=True)
-        if json_ is not None and not json_.absolute().parent.is_dir():
-            raise UserError(f"--json {json_}: there is no directory {json_.absolute().parent}.")
+        _need_directory(json_)
         result = _measure(request, quick, json_)
     show_result(result)
     failed = all(point["error"] for point in result["points"])
@@ -109,8 +108,7 @@ def tune(
     from billfish.schemes.w4a16 import batch
 
     sets, rows = parse_shapes(shapes), parse_rows(m)
-    if not json_.absolute().parent.is_dir():
-        raise UserError(f"--json {json_}: there is no directory {json_.absolute().parent}.")
+    _need_directory(json_)
     with show.status() as say:
         found = search.search(sets, rows, GraphCard(QUICK), QUICK, say)
     for layer in found["layers"]:
@@ -120,6 +118,51 @@ def tune(
     table = search.merged(json.loads(batch.TABLE.read_text()), found)
     json_.write_text(search.text(table))
     show.out.print(f"written: {json_}", markup=False)
+
+
+@app.command(epilog="Example: billfish bench sustain --shapes 4096x28672 --m 16,1024 --json s.json")
+def sustain(
+    shapes: Annotated[
+        str, typer.Option(help="K x N of linears, or models: 4096x28672,llama3-8b.")
+    ] = "4096x28672",
+    m: Annotated[str, typer.Option(help="Batch sizes: 16,1024 or 1-16,32.")] = "16,1024",
+    seconds: Annotated[
+        int, typer.Option(help="Of each linear and batch size; cuBLAS gets a quarter of it.")
+    ] = 60,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file.")
+    ] = None,
+) -> None:
+    """See whether w4a16 keeps its rate when the GPU runs for a minute and its clocks fall.
+
+    Once a second: us a launch, clocks, power and temperature; cuBLAS right after it.
+    """
+    from billfish.bench.sustain import LEAST_SECONDS, Sustain
+    from billfish.bench.timing import GraphCard, Rules
+
+    request = _request("w4a16", shapes, m, "128", True, "float16", "auto", "pdl")
+    if seconds < LEAST_SECONDS:
+        raise UserError(f"--seconds {seconds}: give {LEAST_SECONDS} or more, to compare.")
+    _need_directory(json_)
+    rules = Rules()
+    card = GraphCard(rules)
+
+    def keep(result: dict[str, Any]) -> None:
+        if json_ is not None:
+            write_result(result, json_)
+
+    with show.status() as say:
+        result = Sustain(request, card, rules, seconds, say, keep).measure()
+    show_sustained(result)
+    if json_ is not None:
+        show.out.print(f"written: {json_}", markup=False)
+    if all(point["error"] for point in result["points"]):
+        raise typer.Exit(1)  # every point has said why
+
+
+def _need_directory(target: Path | None) -> None:
+    if target is not None and not target.absolute().parent.is_dir():
+        raise UserError(f"--json {target}: there is no directory {target.absolute().parent}.")
 
 
 def _request(
@@ -209,6 +252,28 @@ def show_result(result: dict[str, Any]) -> None:
         if told["error"]:
             where = ", ".join(told.get("sets") or told["linears"])
             show.out.print(f"{where}, m = {told['m']}: {told['error']}", markup=False)
+
+
+def show_sustained(result: dict[str, Any]) -> None:
+    rows = []
+    for point in result["points"]:
+        for op, told in ((point["op"], point), ("cuBLAS", point["cublas"])):
+            if told and "samples" in told:
+                rows.append([f"{point['k']} x {point['n']}", point["m"], op, *_sustained(told)])
+    columns = ["shape", "m", "op", "first us", "last us", "kept", "MHz", "watts"]
+    times = f"{result['seconds']} s each, cuBLAS {result['cublas_seconds']} s"
+    show.table(f"\n{result['card']['name']}, {times}", columns, rows)
+    for point in result["points"]:
+        if point["error"]:
+            where = f"{point['k']} x {point['n']}, m = {point['m']}"
+            show.out.print(f"{where}: {point['error']}", markup=False)
+
+
+def _sustained(told: dict[str, Any]) -> list[str]:
+    first, last = told["samples"][0], told["samples"][-1]
+    clocks = f"{first['sm_mhz'] or '?'} -> {last['sm_mhz'] or '?'}"
+    times = [_fixed(told["first"]), _fixed(told["last"]), f"{told['kept']:.1%}"]
+    return [*times, clocks, str(last["watts"] or "?")]
 
 
 def _title(point: dict[str, Any]) -> str:

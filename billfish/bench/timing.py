@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from billfish.errors import UserError
 from billfish.kernels import device, jit, launch
 
 Call = Callable[[], object]
+Readings = dict[str, Any] | None
 MODES = ("pdl", "plain")
 READ_BYTES = 2**30
 MATMUL = 8192
@@ -102,7 +104,7 @@ class Card(Protocol):
     def facts(self) -> dict[str, Any]:
         """Name, architecture, driver: what does not change."""
 
-    def readings(self) -> dict[str, Any] | None:
+    def readings(self) -> Readings:
         """Clocks, power and temperature now; None where nothing can tell."""
 
     def ceilings(self) -> dict[str, Any]:
@@ -111,12 +113,17 @@ class Card(Protocol):
     def time(self, calls: Sequence[Call], launches: int, mode: str) -> Timing:
         """Launches in all, going round the calls."""
 
+    def sustain(
+        self, calls: Sequence[Call], launches: int, seconds: int
+    ) -> list[tuple[float, Readings]]:
+        """Of each second of a run without a pause: us per launch, and readings."""
+
 
 class GraphCard:
     def __init__(self, rules: Rules) -> None:
         if not torch.cuda.is_available():
             raise UserError(
-                "bench kernels needs an NVIDIA GPU and a PyTorch built for CUDA; "
+                "billfish bench needs an NVIDIA GPU and a PyTorch built for CUDA; "
                 f"PyTorch {torch.__version__} sees no GPU here. Plots of an earlier run need none: "
                 "billfish bench kernels --from FILE.json --plot DIR."
             )
@@ -136,7 +143,7 @@ class GraphCard:
             "nvrtc": nvrtc_version(),
         }
 
-    def readings(self) -> dict[str, Any] | None:
+    def readings(self) -> Readings:
         values = self._smi(list(SMI_FIELDS.values()))
         if values is not None:
             return {name: number(value) for name, value in zip(SMI_FIELDS, values, strict=True)}
@@ -201,6 +208,48 @@ class GraphCard:
         finally:
             graph.reset()
         return Timing.of([seconds * 1e6 / launches for seconds in times])
+
+    def sustain(
+        self, calls: Sequence[Call], launches: int, seconds: int
+    ) -> list[tuple[float, Readings]]:
+        with torch.inference_mode():
+            graph = self._capture(calls, launches)
+        try:
+            graph.replay()  # the first replay also uploads
+            torch.cuda.synchronize(self.device)
+            one = statistics.median(self._replay(graph, self.rules.least_replays))
+            return self._sustain(graph, launches, seconds, one)
+        finally:
+            torch.cuda.synchronize(self.device)  # an interrupt leaves up to two seconds queued
+            graph.reset()
+
+    def _sustain(
+        self, graph: torch.cuda.CUDAGraph, launches: int, seconds: int, one: float
+    ) -> list[tuple[float, Readings]]:
+        """The next second is always queued before this one is waited for; a thread reads."""
+        marks, replays = _marks(seconds + 1), list[int]()
+        times: list[float] = []
+        told: list[Future[Readings]] = []
+
+        def queue() -> None:  # about a second, by the replay last timed
+            replays.append(max(1, round(1 / max(one, 1e-6))))
+            for _ in range(replays[-1]):
+                graph.replay()
+            marks[len(replays)].record()
+
+        marks[0].record()
+        queue()
+        with ThreadPoolExecutor(1) as reader:
+            for second in range(seconds):
+                # A reading that takes longer than its second stands for the next one as well.
+                late = told and not told[-1].done()
+                told.append(told[-1] if late else reader.submit(self.readings))
+                if len(replays) < seconds:
+                    queue()
+                marks[second + 1].synchronize()
+                one = _seconds(marks[second], marks[second + 1]) / replays[second]
+                times.append(one * 1e6 / launches)
+            return [(us, reading.result()) for us, reading in zip(times, told, strict=True)]
 
     def _capture(self, calls: Sequence[Call], launches: int) -> torch.cuda.CUDAGraph:
         # Eager first, on a stream of its own: it compiles, makes what an op makes once, and runs

@@ -28,6 +28,18 @@ class FakeCard:
                 "flop_per_s": 600e12, "flop_how": "told by the test"}  # fmt: skip
 
     def time(self, calls, launches, mode):
+        median = self._us(calls, launches, mode)
+        return Timing(median, median * 0.9, median * 1.2, 9)
+
+    def sustain(self, calls, launches, seconds):
+        """Slower by a tenth and by 10 MHz a second; the first second has no reading."""
+        us = self._us(calls, launches, "pdl")
+        self.asked[-1]["seconds"] = seconds
+        told = [self.readings() | {"sm_mhz": 1980.0 - 10 * i, "watts": 600.0 + i, "other": 1.0}
+                for i in range(seconds)]  # fmt: skip
+        return [(us * (1 + i / 10), told[i] if i else None) for i in range(seconds)]
+
+    def _us(self, calls, launches, mode):
         dense = calls[0].func is torch.matmul
         outputs = [call() for call in calls]
         x = calls[0].args[0]
@@ -39,5 +51,4 @@ class FakeCard:
         ]
         self.asked.append({"dense": dense, "mode": mode, "launches": launches, "shapes": shapes,
                            "m": x.shape[0], "outputs": outputs})  # fmt: skip
-        median = 40.0 if dense else self.us[mode]
-        return Timing(median, median * 0.9, median * 1.2, 9)
+        return 40.0 if dense else self.us[mode]

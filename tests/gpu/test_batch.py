@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import linear
+from w4a16_layers import DEVICE, op_of
 
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import plain_launches
@@ -11,19 +12,9 @@ from billfish.schemes.w4a16.cuda import CudaOp
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda", 0)
 DTYPES = (torch.float16, torch.bfloat16)
 SCHEMES = (W4A16(4, 128), W4A16(4, 32, False), W4A16(4, 64), W4A16(3, 64), W4A16(4, -1, False))
 SIZES = {128: (300, 1280), 32: (1000, 576), 64: (200, 640), -1: (65, 1100)}
-
-
-def make(scheme, n, k, dtype):
-    levels, groups = scheme.grid.levels, 1 if scheme.group_size == -1 else k // scheme.group_size
-    codes = torch.randint(levels, (n, k), device=DEVICE).to(torch.uint8)
-    zeros = torch.randint(levels, (n, groups), device=DEVICE).to(torch.uint8)
-    scales = (torch.rand(n, groups, device=DEVICE) * 0.02 + 0.001).to(dtype)
-    tensors = scheme.pack(codes, scales, zeros)
-    return CudaOp(scheme, tensors), scheme.dequantize(tensors)
 
 
 def plan_of(op):
@@ -35,7 +26,7 @@ def plan_of(op):
 @pytest.mark.parametrize("instance", list(batch.STAGE_US), ids=str)
 def test_every_cut(instance, scheme, dtype):
     n, k = SIZES[scheme.group_size]
-    op, weight = make(scheme, n, k, dtype)
+    op, weight = op_of(CudaOp, scheme, n, k, dtype)
     plan, rounded, bias = plan_of(op), weight.to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     launched = 0
     for cluster in batch.CLUSTERS:
@@ -60,7 +51,7 @@ def test_every_cut(instance, scheme, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 def test_identity_gives_the_weights_rounded_once(dtype):
-    op, weight = make(W4A16(4, 32, False), 1000, 576, dtype)
+    op, weight = op_of(CudaOp, W4A16(4, 32, False), 1000, 576, dtype)
     eye = torch.eye(576, device=DEVICE, dtype=dtype)
     assert torch.equal(op(eye), weight.to(dtype).T)
 
@@ -69,7 +60,7 @@ def test_identity_gives_the_weights_rounded_once(dtype):
 @pytest.mark.parametrize("m", [32, 64, 200])
 def test_a_chain_beside_library_products(m, dtype):
     """Kernels that start while others run: each result as if it were alone."""
-    layers = [make(W4A16(4, 128), 4096, 4096, dtype) for _ in range(3)]
+    layers = [op_of(CudaOp, W4A16(4, 128), 4096, 4096, dtype) for _ in range(3)]
     x, dense = torch.randn(m, 4096, device=DEVICE).to(dtype), layers[0][1].to(dtype)
     with plain_launches():
         expected = [op(x) for op, _ in layers]
@@ -88,7 +79,7 @@ def test_a_chain_beside_library_products(m, dtype):
 
 
 def test_rows_of_a_batch_do_not_see_each_other():
-    op, _ = make(W4A16(4, 128), 576, 1536, torch.float16)
+    op, _ = op_of(CudaOp, W4A16(4, 128), 576, 1536, torch.float16)
     x = torch.randn(100, 1536, device=DEVICE).half()
     clean = op(x)
     for row in (0, 50, 99):

@@ -91,7 +91,8 @@ def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cu
             how.tokens, how.bands, how.blocks, how.stages, how.smem
         )  # fmt: skip
     else:
-        tokens, bands, stages = tile.tokens_of(m), cuda.STRIPE_BANDS, 0
+        tokens = min(each for each in stripe.BANDS if each >= m)
+        bands, stages = stripe.BANDS[tokens], 0
         blocks = stripe.Stripes(n, k_tiles, bands, sms).blocks
         smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
     names = (TYPES[x.dtype], TYPES[kind.scale_dtype], kind.group, str(kind.zeros).lower())
@@ -130,10 +131,13 @@ def test_products(case, compiled):
             assert torch.equal(y[:1], alone), "a row depends on the others"
 
 
-# n, k, scheme, dtype, cut, tokens: one tile and several, clusters, tails of n, k and m
+# n, k, scheme, dtype, cut (None: w4a16_stripe), tokens: one tile and several, clusters, tails
 BATCHES = [
+    (300, 640, W4A16(4, 128), FP16, None, (17, 32)),
+    (600, 384, W4A16(4, 32, False), BF16, None, (61,)),
+    (130, 256, W4A16(4, 64), FP16, None, (33,)),
     (128, 256, W4A16(4, 128), FP16, Cut(32, 1, 1), (17, 32)),
-    (65, 200, W4A16(8, -1), BF16, Cut(32, 1, 2), (3,)),
+    (65, 200, W4A16(4, -1), BF16, Cut(32, 1, 2), (3,)),
     (300, 640, W4A16(4, 32, False), FP16, Cut(32, 2, 4), (33,)),
     (130, 1536, W4A16(4, 64, False), BF16, Cut(64, 1, 2), (61,)),
     (200, 576, W4A16(4, 64), FP16, Cut(64, 2, 1), (67,)),
@@ -141,16 +145,16 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(
-    "case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4].tokens}-{case[4].cluster}"
+    "case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4] or 'stripe'}"
 )
 def test_batches(case, compiled):
     n, k, scheme, dtype, cut, tokens = case
     tensors, x, bias = layer(n, k, scheme, dtype)
-    exact = scheme.dequantize(tensors)
+    exact, kernel = scheme.dequantize(tensors), "batch" if cut else "stripe"
     wanted = x.double() @ exact.double().T + bias.double()
     for m in tokens:
         first, *others = (
-            product(compiled, "batch", scheme, tensors, x[:m], bias, 4, seed, None, cut)
+            product(compiled, kernel, scheme, tensors, x[:m], bias, 4, seed, None, cut)
             for seed in (1, 2)
         )
         error = (first.double() - wanted[:m]).norm() / wanted[:m].norm()

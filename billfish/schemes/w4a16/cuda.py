@@ -1,10 +1,10 @@
 """w4a16 on an NVIDIA GPU: records in memory, our own kernels, torch's current stream.
 
 Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
-from sm_80 on), up to 1024 on Hopper's tensor cores (w4a16_batch); without these up to 64 in slices
-of 16. More go through decoded panels and the library's matrix product. All of it is one operator
-of torch, so that torch.compile traces it and CUDA graphs capture it. Kernels are compiled when a
-layer is arranged, never during a capture.
+from sm_80 on), up to 1024 on Hopper's tensor cores (w4a16_batch); without these up to four slices,
+of 16 tokens (decode) or 64 (stripe). More go through decoded panels and the library's matrix
+product. All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture
+it. Kernels are compiled when a layer is arranged, never during a capture.
 """
 
 import functools
@@ -38,7 +38,6 @@ PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
 # decoding these once takes as long as that fifth of 1000 tokens.
 MOST_BATCH = 1024
 BATCH_ARCH = "sm_90a"
-STRIPE_BANDS = 2  # of a tile, MARLIN's 128 outputs
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,19 @@ def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
     return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
 
 
+def rounds_once(kind: Kind, dtype: torch.dtype) -> bool:
+    """Whether kernels that decode weights in registers round them once: codes of one plane, and
+    scales of x's type. w4a16_batch does so, and w4a16_stripe past 16 tokens."""
+    return kind.planes == 1 and kind.scale_dtype == dtype
+
+
 def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
-    """Where w4a16_batch's weights are rounded once: of one plane, and with scales of x's type."""
-    exact = kind.planes == 1 and kind.scale_dtype == dtype
-    return exact and kind.kernel == "decode" and arch == BATCH_ARCH
+    return rounds_once(kind, dtype) and kind.kernel == "decode" and arch == BATCH_ARCH
+
+
+def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
+    most = max(stripe.BANDS) if rounds_once(kind, dtype) else tile.MOST_TOKENS
+    return [tokens for tokens in stripe.BANDS if tokens <= most]
 
 
 def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
@@ -105,8 +113,11 @@ def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, .
     """Every kernel that a layer of this scheme and a model in `dtype` can need on such a GPU."""
     hopper = int(arch.removeprefix("sm_").rstrip("a")) >= 90
     kind = kind_of(scheme, "decode" if hopper else "stripe", dtype)
-    bands = (1, 2, 4) if hopper else (STRIPE_BANDS,)
-    kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in bands]
+    if hopper:
+        kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in (1, 2, 4)]
+    else:
+        tokens = stripe_tokens(kind, dtype)
+        kernels = [few_kernel(kind, dtype, t, stripe.BANDS[t]) for t in tokens]
     if runs_batches(kind, dtype, arch):
         kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.STAGE_US]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))
@@ -132,8 +143,11 @@ class Plan:
         self.n, self.k, self.kind, self.dtype = n, k, kind, dtype
         self.bands, self.k_tiles = -(-n // arrange.N), -(-k // arrange.K) * kind.planes
         self.panel = panel_kernel(kind, dtype).load(index)
-        make = self._decode if kind.kernel == "decode" else self._stripe
-        self.few = {tokens: make(index, tokens) for tokens in (8, 16)}
+        if kind.kernel == "decode":
+            self.few = {tokens: self._decode(index, tokens) for tokens in (8, 16)}
+        else:
+            self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
+        self.most = max(self.few)
         self.gpu, self.cuts = gpu(index), dict[int, batch.Launch]()
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
@@ -165,9 +179,10 @@ class Plan:
         return run
 
     def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
-        how = stripe.Stripes(self.n, self.k_tiles, STRIPE_BANDS, gpu(index).sms)
-        smem = stripe.smem_bytes(tokens, STRIPE_BANDS, self.kind.record_bytes)
-        kernel = few_kernel(self.kind, self.dtype, tokens, STRIPE_BANDS).load(index)
+        bands = stripe.BANDS[tokens]
+        how = stripe.Stripes(self.n, self.k_tiles, bands, gpu(index).sms)
+        smem = stripe.smem_bytes(tokens, bands, self.kind.record_bytes)
+        kernel = few_kernel(self.kind, self.dtype, tokens, bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
         def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
@@ -199,7 +214,7 @@ def meeting_place(index: int, kernel: Loaded) -> tuple[Tensor, Tensor]:
     """
 
     def new() -> tuple[Tensor, Tensor]:
-        size = kernel.gpu.sms * STRIPE_BANDS * arrange.N * tile.MOST_TOKENS
+        size = kernel.gpu.sms * arrange.N * max(t * b for t, b in stripe.BANDS.items())
         device = torch.device("cuda", index)
         workspace = torch.empty(size, dtype=torch.float32, device=device)
         return workspace, torch.zeros(kernel.gpu.sms, dtype=torch.int32, device=device)
@@ -233,7 +248,7 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
     how = plan(x.get_device(), n, k, kind, dtype)
     if bias is not None:
         bias = bias.to(x.device, dtype).contiguous()
-    if m > (MOST_BATCH if how.batches else tile.MOST_TOKENS * MOST_SLICES):
+    if m > (MOST_BATCH if how.batches else how.most * MOST_SLICES):
         return _many(x, records, bias, how, out)
     if k % 8:
         x = pad(x, (0, -k % 8))
@@ -243,14 +258,14 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
         x = x.clone()
     if m <= tile.MOST_TOKENS:
         how.few[8 if m <= 8 else 16](x, records, bias, out, m)
-        return out
-    if how.batches:
+    elif how.batches:
         how.batch(x, records, bias, out, m)
-        return out
-    rows, outs = x.view(m, -1), out.view(m, n)
-    for start in range(0, m, tile.MOST_TOKENS):
-        some = rows[start : start + tile.MOST_TOKENS]
-        how.few[tile.tokens_of(len(some))](some, records, bias, outs[start:], len(some))
+    else:
+        rows, outs = x.view(m, -1), out.view(m, n)
+        for start in range(0, m, how.most):
+            some = rows[start : start + how.most]
+            tokens = min(each for each in how.few if each >= len(some))
+            how.few[tokens](some, records, bias, outs[start:], len(some))
     return out
 
 

@@ -1,4 +1,4 @@
-// w4a16_stripe: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, sm_80 to sm_89.
+// w4a16_stripe: y (m, n) = x (m, k) W^T for m <= 64 in one launch, sm_80 to sm_89.
 //
 // MARLIN 3.4: a ring of cp.async stages, warps that share inputs where a tile is narrow, and
 // stripes of equal length over tiles of outputs, whose sums meet in global memory. Where we differ:
@@ -20,16 +20,18 @@ constexpr int kStageRecords = 4;      // of 8 warps, two work on each
 constexpr int kMostSmem = 99 * 1024;  // what a block of sm_86 and sm_89 can ask for
 
 // Shared memory is a ring of stages: [records: slice, band][x: slice, token]. MARLIN's pipeline is
-// 4 deep. Two slices of 16 tokens with groups of 32 or 64 have 3: four would need up to 106 KB.
+// 4 deep. Two slices of 16 tokens with groups of 32 or 64 have 3, as four would need up to 106 KB;
+// 32 and 64 tokens have 3, or 2 where groups are small.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct StripeStage {
     static_assert(kBands == 2 || kBands == 4, "128 or 256 outputs");
-    static_assert(kTokens == 8 || kTokens == 16, "one or two columns of tensor-core tiles");
+    static_assert(kTokens == 8 || kTokens % 16 == 0, "StageCopier");
     static constexpr int kSlices = kStageRecords / kBands;  // that are worked on at a time
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kStageRecords * kRecordBytes;  // byte offset
     static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
-    static constexpr int kStages = 4 * kBytes <= kMostSmem ? 4 : 3;
+    static constexpr int kFit = kMostSmem / kBytes, kStages = kFit < 4 ? kFit : 4;
+    static_assert(kStages >= 2, "one to copy, one to use");
     static_assert(kStages * kBytes <= kMostSmem, "fits on sm_86");
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
@@ -72,7 +74,6 @@ struct StageCopier {
     static constexpr int kTail = Stage::kRecordBytes / 16 - kStripeThreads;  // scales and zeros
     static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
     static constexpr int kXChunks = Stage::kSlices * x_bytes(kTokens) / 16;
-    static_assert(kXChunks <= 2 * kStripeThreads && kTokens % 2 == 0, "rows t / 16, t / 16 + 16");
 
     const unsigned char* from;  // the stage's first record, and this thread's 16 bytes in it
     const u16* x;               // this thread's chunk of column 0
@@ -147,8 +148,9 @@ struct StageCopier {
             const int tile = slice + sub;  // planes of a code follow one another: x repeats
             const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
             const bool real = token < m && column < x_columns;
+            const int on = i * 16 / kTokens * x_bytes(kTokens) + i * 16 % kTokens * kXLine;
             if (sub < slices)  // never more rows than kSlices * kTokens
-                copy_async_16(to + x_offset + i * x_bytes(16),
+                copy_async_16(to + x_offset + on,
                               real ? x + (token * x_k + column) : x, real ? 16u : 0u);
         }
     }
@@ -200,8 +202,12 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
             wait_copies<Stage::kStages - 2>();
             __syncthreads();
             copier.next();
-            if (has_band && slice + sub < span)
-                multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
+            if (has_band && slice + sub < span) {
+                if constexpr (kTokens <= 16)
+                    multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
+                else
+                    multiply_decoded<T, S, kGroup, kAsymmetric, kTokens>(places, acc);
+            }
             used = stage;
             stage += Stage::kBytes;
             if (stage == ring + Stage::kStages * Stage::kBytes) stage = ring;
@@ -275,7 +281,9 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
 #pragma unroll
             for (int j = 0; j < 2 * kBlocks; ++j) {
                 const int token = j / 2 * 8 + lane % 4 * 2 + j % 2;
-                const float sum = finish<T>(acc[brick][j / 2][lower * 2 + j % 2], lower) + add;
+                float sum = acc[brick][j / 2][lower * 2 + j % 2];
+                if (kTokens <= 16) sum = finish<T>(sum, lower);
+                sum += add;
                 if (token < m) out[static_cast<u64>(token) * n + row] = T::from_float(sum);
             }
         }

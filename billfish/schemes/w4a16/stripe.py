@@ -14,6 +14,7 @@ THREADS = 256
 STAGE_RECORDS = 4  # two of the eight warps work on each
 MOST_STAGES = 4  # MARLIN 3.4
 MOST_SMEM = 99 * 1024  # of a block on sm_86 and sm_89
+BANDS = {8: 2, 16: 2, 32: 2, 64: 4}  # of a tile, by tokens: MARLIN's 128 and 256 outputs
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def stage_bytes(tokens: int, bands: int, record_bytes: int) -> int:
 
 
 def stages(tokens: int, bands: int, record_bytes: int) -> int:
-    fits = MOST_STAGES * stage_bytes(tokens, bands, record_bytes) <= MOST_SMEM
-    return MOST_STAGES if fits else MOST_STAGES - 1
+    return min(MOST_STAGES, MOST_SMEM // stage_bytes(tokens, bands, record_bytes))
 
 
 def smem_bytes(tokens: int, bands: int, record_bytes: int) -> int:

@@ -82,7 +82,7 @@ int main(int, char** arguments) {
     }
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(m * n + 64, 0xfffe);
-    std::vector<float> workspace(sms * 256 * 16, NAN);
+    std::vector<float> workspace(sms * 256 * 64, NAN);
     std::vector<u32> locks(sms, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;

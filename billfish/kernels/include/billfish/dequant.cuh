@@ -93,13 +93,11 @@ struct Exact<Bfloat> {
     static BILLFISH_DEVICE u32 zero(u32 zero, bool) { return 0xc300u | zero; }  // -(128 + zero)
     static BILLFISH_DEVICE void fragment(u32 word, const u32 (&scale)[2], const u32 (&zero)[2],
                                          u32 (&a)[4]) {
-#if __CUDA_ARCH__ >= 900
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 raw = and_or(word >> 4 * i, 0x000f000fu, 0x43004300u);
             a[i] = Bfloat::mul(Bfloat::add(raw, zero[i % 2]), scale[i % 2]);
         }
-#endif
     }
 };
 

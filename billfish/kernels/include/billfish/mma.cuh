@@ -69,6 +69,14 @@ struct Bfloat {
         asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
         return v;
     }
+#else  // a fused multiply-add is all that sm_80 has
+    static BILLFISH_DEVICE u32 fma(u32 a, u32 b, u32 c) {
+        u32 v;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+        return v;
+    }
+    static BILLFISH_DEVICE u32 add(u32 a, u32 b) { return fma(a, 0x3f803f80u, b); }
+    static BILLFISH_DEVICE u32 mul(u32 a, u32 b) { return fma(a, b, 0x80008000u); }
 #endif
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(

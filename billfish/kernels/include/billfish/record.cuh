@@ -157,6 +157,55 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
     release(acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0]);
 }
 
+// The same with decoded weights, for more tokens: a weight costs more instructions, a sum none but
+// its product. Nothing is left to finish.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens>
+BILLFISH_DEVICE void multiply_decoded(const LanePlaces<kTokens>& places,
+                                      float (&acc)[2][kTokens / 8][4]) {
+    using R = Record<kGroup, kAsymmetric>;
+    u32 scale[2][2], zero[2][2];  // [brick][row r, row r + 8], each twice in a register
+#pragma unroll
+    for (int k64 = 0; k64 < 2; ++k64) {
+        u32 word[2][4];
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick) {
+            const uint4 v = load_smem_16(places.words + (k64 * 4 + brick) * kBrickBytes);
+            word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
+        }
+#pragma unroll
+        for (int k32 = 0; k32 < 2; ++k32) {
+            const int k = k64 * 64 + k32 * 32;
+            if (k % kGroup == 0) {
+                const int group = k / kGroup;
+                const uint2 bits = load_smem_8(places.of_quad(R::kScales, 64) + group * 128);
+                u32 zeros = 0x8888u;
+                if (kAsymmetric) zeros = load_smem_2(places.of_quad(R::kZeros, 16) + group * 32);
+#pragma unroll
+                for (int row = 0; row < 4; ++row) {
+                    const u32 half = row / 2 ? bits.y : bits.x;
+                    const u32 one = convert<T, S>(row % 2 ? half >> 16 : half & 0xffff);
+                    scale[row / 2][row % 2] = one * 0x00010001u;
+                    zero[row / 2][row % 2] =
+                        Exact<T>::zero(zeros >> 4 * row & 15, row % 2) * 0x00010001u;
+                }
+            }
+            u32 a[2][2][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                Exact<T>::fragment(word[i % 2][k32 * 2 + i / 2], scale[i % 2], zero[i % 2],
+                                   a[i / 2][i % 2]);
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block) {
+                u32 b[4];
+                places.load_x(b, block, k64 * 2 + k32);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    T::mma(acc[i % 2][block], a[i / 2][i % 2], b[i / 2 * 2], b[i / 2 * 2 + 1]);
+            }
+        }
+    }
+}
+
 template <class T>
 BILLFISH_DEVICE float finish(float sum, bool lower) {
     return sum * (lower ? Raw<T>::kLower : Raw<T>::kUpper);
