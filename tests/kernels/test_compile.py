@@ -40,16 +40,9 @@ def no_cache_of_the_user(tmp_path_factory):
         yield
 
 
-def programs(arch):
+def programs(arch, dtype):
     """Each once, though schemes share them."""
-    return list(
-        {
-            program: None
-            for scheme in SCHEMES
-            for dtype in DTYPES
-            for program in cuda.programs(scheme, dtype, arch)
-        }
-    )
+    return list({p: None for scheme in SCHEMES for p in cuda.programs(scheme, dtype, arch)})
 
 
 def complaints(program, arch):
@@ -72,9 +65,10 @@ def complaints(program, arch):
     return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_program_compiles_without_spills(arch):
-    wanted = programs(arch)
+def test_every_program_compiles_without_spills(arch, dtype):
+    wanted = programs(arch, dtype)
     assert wanted
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda program: complaints(program, arch), wanted))
