@@ -148,12 +148,7 @@ class Run:
         self.result = {
             "result_version": RESULT_VERSION,
             "complete": False,
-            "command": shlex.join(["billfish", *sys.argv[1:]]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "billfish": __version__,
-            "commit": commit(),
-            "torch": torch.__version__,
-            "card": facts,
+            **circumstances(facts),
             "before": self.card.readings(),
             "after": None,
             "ceilings": ceilings,
@@ -363,6 +358,18 @@ def random_tensors(
             made.random_(-(2**31), 2**31, generator=generator)
         tensors[name] = made
     return tensors
+
+
+def circumstances(card: Result) -> Result:
+    """What every result says of itself."""
+    return {
+        "command": shlex.join(["billfish", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "billfish": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "card": card,
+    }
 
 
 def commit() -> str | None:

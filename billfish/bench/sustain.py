@@ -6,22 +6,26 @@ Linear by linear and m by m: the scheme's op, and right after it cuBLAS for a qu
 Nothing waits for the card to cool, so that only the first point starts from a cold one.
 """
 
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import torch
 
-from billfish.bench.kernels import DTYPES, Request, Result, Run, Variant, commit, peaks_of
+from billfish.bench.kernels import (
+    DTYPES,
+    Request,
+    Result,
+    Run,
+    Variant,
+    circumstances,
+    peaks_of,
+)
 from billfish.bench.shapes import Linear
 from billfish.bench.timing import Call, Card, Rules
 from billfish.errors import UserError
-from billfish.version import __version__
 
 # Text, so that bench kernels --from, which reads its own version 1, refuses such a file.
 RESULT_VERSION = "sustain 1"
@@ -52,12 +56,7 @@ class Sustain(Run):
         self.result = {
             "result_version": RESULT_VERSION,
             "complete": False,
-            "command": shlex.join(["billfish", *sys.argv[1:]]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "billfish": __version__,
-            "commit": commit(),
-            "torch": torch.__version__,
-            "card": facts,
+            **circumstances(facts),
             "seconds": self.seconds,
             "cublas_seconds": self.dense_seconds,
             "scheme": self.request.scheme,

@@ -10,7 +10,7 @@ from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
 from billfish import cli_bench
-from billfish.bench import sustain, timing
+from billfish.bench import kernels, timing
 from billfish.bench.kernels import Request
 from billfish.bench.shapes import parse_shapes
 from billfish.bench.sustain import Sustain, summary
@@ -20,7 +20,7 @@ from billfish.version import __version__
 
 @pytest.fixture(autouse=True)
 def no_git(monkeypatch):
-    monkeypatch.setattr(sustain, "commit", lambda: "c0ffee")
+    monkeypatch.setattr(kernels, "commit", lambda: "c0ffee")
 
 
 def run(card=None, seconds=20, shapes="128x64,256x64", rows=(1, 4)):

@@ -6,7 +6,6 @@ from torch.nn.functional import linear
 from w4a16_layers import DEVICE, op_of
 
 from billfish.kernels.device import gpu
-from billfish.kernels.launch import plain_launches
 from billfish.schemes.w4a16 import W4A16, batch, cuda
 from billfish.schemes.w4a16.cuda import CudaOp
 
@@ -54,28 +53,6 @@ def test_identity_gives_the_weights_rounded_once(dtype):
     op, weight = op_of(CudaOp, W4A16(4, 32, False), 1000, 576, dtype)
     eye = torch.eye(576, device=DEVICE, dtype=dtype)
     assert torch.equal(op(eye), weight.to(dtype).T)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("m", [32, 64, 200])
-def test_a_chain_beside_library_products(m, dtype):
-    """Kernels that start while others run: each result as if it were alone."""
-    layers = [op_of(CudaOp, W4A16(4, 128), 4096, 4096, dtype) for _ in range(3)]
-    x, dense = torch.randn(m, 4096, device=DEVICE).to(dtype), layers[0][1].to(dtype)
-    with plain_launches():
-        expected = [op(x) for op, _ in layers]
-    linear(x, dense)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = []
-        for _ in range(4):
-            for (op, _), right in zip(layers, expected, strict=True):
-                results += [(op(x), right), (op(x), right)]
-                linear(x, dense)
-    for _ in range(50):
-        graph.replay()
-        assert all(torch.equal(y, right) for y, right in results)
 
 
 def test_rows_of_a_batch_do_not_see_each_other():

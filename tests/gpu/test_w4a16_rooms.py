@@ -91,7 +91,7 @@ def test_a_chain_of_layers(op_class):
 
 
 @every_dtype
-@pytest.mark.parametrize("m", [8, 16])
+@pytest.mark.parametrize("m", [8, 16, 32, 64, 200])
 def test_a_chain_beside_library_products(dtype, m):
     """Where a kernel starts while the library's last one still runs, its loads take longest: a slot
     of the ring was once given back before they had ended."""
@@ -108,7 +108,7 @@ def test_a_chain_beside_library_products(dtype, m):
         for _ in range(6):
             for i, (op, _) in enumerate(layers):
                 linear(x, dense)
-                results.append((op(x), expected[i]))
+                results += [(op(x), expected[i]), (op(x), expected[i])]
                 small.add_(1)
     for _ in range(100):
         graph.replay()
