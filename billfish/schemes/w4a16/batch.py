@@ -24,7 +24,7 @@ CLUSTERS = (1, 2, 4, 8)
 
 # Of (tokens, bands): us that a block needs for 128 inputs when it is alone on its SM; two need
 # twice as long, since all of them wait for L2, which brings x to every block (5.6 TB/s). And what
-# sums cost that meet in a cluster. Fitted to 420 timings on an H200: 8 % off as a rule.
+# sums cost that meet in a cluster. Fitted to 336 timings on an H200: 8 % off as a rule.
 STAGE_US = {(32, 1): 0.41, (32, 2): 0.74, (64, 1): 0.58, (64, 2): 1.11, (128, 1): 0.945,
             (128, 2): 1.54}  # fmt: skip
 MEETING_US = {1: 0.0, 2: 1.9, 4: 5.9, 8: 7.0}
