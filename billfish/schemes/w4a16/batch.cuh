@@ -1,4 +1,4 @@
-// w4a16_batch: y (m, n) = x (m, k) W^T for m > 8 at the speed of the tensor cores, sm_90a.
+// w4a16_batch: y (m, n) = x (m, k) W^T for m > 16 on the tensor cores of sm_90a.
 //
 // Weights are the left operand of wgmma and come from registers: a lane's 16 bytes of a record are
 // its own fragments there, too (QUICK), so a record serves every m. x is the right operand and
@@ -108,8 +108,9 @@ BILLFISH_DEVICE void copy_stages(const unsigned char* records, const u16* x, int
 
 // `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
 // last tile: codes of more than 4 bits are two planes of nibbles along k. Clusters count tiles of
-// tokens first: neighbours then share weights in L2. A grid that leaves SMs free lets the next
-// kernel start `early` = false: its blocks would crowd there, and wait for each other afterwards.
+// tokens first: neighbours then share weights in L2. Where the grid fills the GPU the next kernel
+// may start `early`; else only at the end: its blocks would crowd on the SMs that are free, and
+// wait for each other afterwards (8192 x 8192, 16 tokens: 24.5 us instead of 15.4).
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4a16_batch(const unsigned char* __restrict__ records, const u16* __restrict__ x,
