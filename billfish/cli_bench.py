@@ -95,7 +95,7 @@ def tune(
     shapes: Annotated[
         str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
     ] = "llama3-8b,llama3-70b",
-    m: Annotated[str, typer.Option(help="Batch sizes, 17 to 1024.")] = "32,64,128,256,512,1024",
+    m: Annotated[str, typer.Option(help="Batch sizes, 17 and more.")] = "32,64,128,256,512,1024",
 ) -> None:
     """Search the fastest cut of w4a16's batch kernel for each linear and batch size.
 
@@ -113,7 +113,7 @@ def tune(
         found = search.search(sets, rows, GraphCard(QUICK), QUICK, say)
     for layer in found["layers"]:
         rows_ = [[m, *cut, layer["us"][m]] for m, cut in layer["cuts"].items()]
-        columns = ["m", "tokens", "bands", "cluster", "us"]
+        columns = ["m", "tokens", "bands", "stripes", "us"]
         show.table(f"\n{layer['k']} x {layer['n']}", columns, rows_)
     table = search.merged(json.loads(batch.TABLE.read_text()), found)
     json_.write_text(search.text(table))

@@ -17,6 +17,7 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 from billfish.errors import UserError
 from billfish.models.hf import read_config
+from billfish.models.linear import QuantLinear
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,16 @@ class _Streamer(TextIteratorStreamer):
 
 
 def load(
-    path: Path | str, dtype: str | torch.dtype = "auto", device: str = "cpu"
+    path: Path | str,
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    batch_invariant: bool = False,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a dense or packed checkpoint directory."""
+    """(model, tokenizer) of a dense or packed checkpoint directory.
+
+    With `batch_invariant` packed layers give a row the same bits whatever batch it is in; the rest
+    of the model is PyTorch's and promises nothing of the kind.
+    """
     config = read_config(Path(path))
     if dtype == "auto":
         stored = config.get("dtype") or config.get("torch_dtype")
@@ -75,6 +83,10 @@ def load(
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
+    if batch_invariant:
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                module.arrange("invariant")
     return model, tokenizer
 
 

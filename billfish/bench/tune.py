@@ -37,18 +37,18 @@ def search(
     rules: Rules,
     say: Callable[[str], None],
 ) -> Result:
-    wrong = [m for m in rows if not tile.MOST_TOKENS < m <= cuda.MOST_BATCH]
+    wrong = [m for m in rows if m <= tile.MOST_TOKENS]
     if wrong:
         raise UserError(
-            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {tile.MOST_TOKENS + 1} to "
-            f"{cuda.MOST_BATCH} tokens; fewer and more go elsewhere."
+            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {tile.MOST_TOKENS + 1} tokens and "
+            "more; fewer go elsewhere."
         )
     linears = {(each.k, each.n): each for made in sets for each in made.linears}
     return {
         "device": card.facts()["name"],
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
-        "measured": "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, cluster], "
+        "measured": "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes], "
         "us of the fastest",
         "layers": [_layer(linear, rows, card, rules, say) for linear in linears.values()],
     }
@@ -71,11 +71,11 @@ def _layer(
         timings = []
         for how in worth_trying(m, linear.n, plan.k_tiles, plan.kind.record_bytes, found):
             cut = how.cut
-            say(f"{linear.k} x {linear.n}, m = {m}: {cut.tokens} x {cut.bands} x {cut.cluster}")
-            plan.cuts[m] = how
+            say(f"{linear.k} x {linear.n}, m = {m}: {cut.tokens} x {cut.bands} x {cut.stripes}")
+            plan.cuts[m, False] = how
             timing = card.time([partial(op, x) for op in ops], launches, "pdl")
-            timings.append((timing.median, [cut.tokens, cut.bands, cut.cluster]))
-        del plan.cuts[m]
+            timings.append((timing.median, [cut.tokens, cut.bands, cut.stripes]))
+        del plan.cuts[m, False]
         us, best = min(timings)
         layer["cuts"][str(m)], layer["us"][str(m)] = best, round(us, 1)
     return layer

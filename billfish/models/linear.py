@@ -29,6 +29,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.scheme, self.out_features, self.in_features = scheme, n, k
         self.op: LinearOp | None = None
+        self.asked = "auto"
         for name, spec in scheme.tensors(n, k, dtype).items():
             self.register_buffer(name, spec.empty(device or "cpu"))
         self.bias = (
@@ -51,6 +52,7 @@ class QuantLinear(nn.Module):
 
     def arrange(self, op: str = "auto") -> None:
         """Choose the op and give it the tensors; the canonical copies are dropped."""
+        self.asked = op
         tensors = self.tensors()
         device = tensors["weight_shape"].device
         chosen = choose(self.scheme, self.out_features, self.in_features, device, op)
@@ -93,12 +95,12 @@ class QuantLinear(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
         """`.to(device or dtype)`: the op's words belong to one device, so it is arranged anew
         there."""
-        name = self.op.name if self.op is not None else None
-        if name is not None:
+        arranged = self.op is not None
+        if arranged:
             self.set_tensors(self.tensors())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if name is not None:
-            self.arrange("auto" if name != "reference" else name)
+        if arranged:
+            self.arrange(self.asked)
         return self
 
     def extra_repr(self) -> str:

@@ -42,9 +42,9 @@ def test_the_table_is_written_as_the_search_writes_it():
     assert batch.TABLE.read_text() == tune.text(TABLE)
 
 
-@pytest.mark.parametrize("rows", [(16,), (32, 2048)])
+@pytest.mark.parametrize("rows", [(16,), (32, 8)])
 def test_tokens_that_other_kernels_take(rows):
-    with pytest.raises(UserError, match="17 to 1024"):
+    with pytest.raises(UserError, match="17 tokens and more"):
         tune.search(parse_shapes("4096x4096"), rows, None, None, print)
 
 

@@ -1,4 +1,4 @@
-"""w4a16_batch: every instance and cluster against the oracle, whatever batch.pick would take."""
+"""w4a16_batch: every instance and way to spread it, whatever batch.pick would take."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from w4a16_layers import DEVICE, op_of
 
 from billfish.kernels.device import gpu
 from billfish.schemes.w4a16 import W4A16, batch, cuda
-from billfish.schemes.w4a16.cuda import CudaOp
+from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp
 
 pytestmark = pytest.mark.gpu
 
@@ -28,17 +28,18 @@ def test_every_cut(instance, scheme, dtype):
     op, weight = op_of(CudaOp, scheme, n, k, dtype)
     plan, rounded, bias = plan_of(op), weight.to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     launched = 0
-    for cluster in batch.CLUSTERS:
-        cut = batch.Cut(*instance, cluster)
+    for cut in batch.cuts():
+        if (cut.tokens, cut.bands) != instance:
+            continue
         for m in (17, cut.tokens, 2 * cut.tokens + 5):
             how = batch.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
             if how is None:
                 continue
             launched += 1
             x = torch.randn(m, k, device=DEVICE).to(dtype)
-            plan.cuts[m] = how
+            plan.cuts[m, False] = how
             y, again = op(x, bias), op(x, bias)
-            del plan.cuts[m]
+            del plan.cuts[m, False]
             exact = x.double() @ weight.double().T + bias.double()
             ours = (y.double() - exact).abs().max()
             theirs = (linear(x, rounded, bias).double() - exact).abs().max()
@@ -65,3 +66,38 @@ def test_rows_of_a_batch_do_not_see_each_other():
         y = op(spoilt)
         others = torch.arange(100, device=DEVICE) != row
         assert torch.equal(y[others], clean[others]) and bool(y[row].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("size", [(4096, 4096), (300, 1280), (28672, 512), (1000, 576)])
+def test_batch_invariance(size, dtype):
+    n, k = size
+    op, weight = op_of(InvariantOp, W4A16(4, 32, False), n, k, dtype)
+    x, bias = torch.randn(1500, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
+    whole = op(x, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    error = (whole.double() - exact).abs().max() / exact.abs().max()
+    assert error < (2**-9 if dtype == torch.float16 else 2**-6)
+    for start, m in ((0, 1), (3, 2), (0, 8), (5, 17), (7, 33), (1, 64), (2, 100), (9, 129),
+                     (0, 257), (11, 600), (100, 1024)):  # fmt: skip
+        assert torch.equal(op(x[start : start + m], bias), whole[start : start + m]), (start, m)
+
+
+def test_a_captured_graph_has_its_own_place_to_meet():
+    op, _ = op_of(CudaOp, W4A16(4, 128), 512, 4096, torch.float16)
+    x = torch.randn(40, 4096, device=DEVICE).half()
+    wanted = op(x)
+    assert plan_of(op).cuts[40, False].sums
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [op(x) for _ in range(3)]
+    for _ in range(3):
+        for out in outs:
+            out.zero_()
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            others = [op(x) for _ in range(5)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in (*outs, *others))

@@ -21,36 +21,88 @@ TOKENS = (17, 32, 33, 64, 100, 128, 129, 257, 1000, 1024)
 def test_every_launch_fits(gpu, n, k_tiles):
     for record in RECORDS:
         for m in TOKENS:
-            how = batch.pick(m, n, k_tiles, record, gpu)
-            cut = how.cut
-            assert cut.cluster <= k_tiles  # a block without inputs would never set its sums
-            assert how.blocks == cut.cluster * math.ceil(n / cut.outputs) * math.ceil(
-                m / cut.tokens
-            )
-            # batch.cuh: barriers, stages of x and records on multiples of 1 KB; in the end sums
-            stage = math.ceil((cut.tokens * 256 + 2 * cut.bands * record) / 1024) * 1024
-            sums = cut.tokens * (cut.outputs + 4) * 4 * (2 if cut.cluster > 1 else 1)
-            assert 2 <= how.stages <= 8 and how.smem == 1024 + max(how.stages * stage, sums)
-            assert cut.per_sm * (how.smem + 1024) <= gpu.smem_per_sm
-            assert how.smem <= gpu.smem_per_block
+            for pick in (batch.pick, batch.pick_invariant):
+                how = pick(m, n, k_tiles, record, gpu)
+                cut = how.cut
+                assert how.m_tiles == math.ceil(m / cut.tokens)
+                assert how.n_tiles == math.ceil(n / cut.outputs)
+                # batch.cuh: barriers, stages of x and records on multiples of 1 KB, places to turn
+                stage = math.ceil((cut.tokens * 256 + 2 * cut.bands * record) / 1024) * 1024
+                assert 2 <= how.stages <= 8
+                assert how.smem == 1024 + how.stages * stage + 8 * 768
+                assert cut.per_sm * (how.smem + 1024) <= gpu.smem_per_sm
+                assert how.smem <= gpu.smem_per_block
 
 
-def test_the_largest_tile_has_no_room_for_a_neighbours_sums():
-    assert batch.launch(Cut(128, 2, 1), 128, 4096, 32, 4224, H200)
-    assert batch.launch(Cut(128, 2, 2), 128, 4096, 32, 4224, H200) is None
-    assert batch.launch(Cut(32, 1, 4), 32, 4096, 3, 4224, H200) is None  # more blocks than inputs
+def stripes(how, k_tiles):
+    """batch.cuh's Walk: (block, tile, first, count) of every part."""
+    tiles = how.m_tiles * how.n_tiles
+    units = (tiles - how.whole) * k_tiles
+    each, longer = divmod(units, how.blocks)
+    found = [(i % how.blocks, i, 0, k_tiles) for i in range(how.whole)]
+    at = how.whole * k_tiles
+    for stripe in range(how.blocks):
+        left = each + (stripe < longer)
+        while left:
+            tile, first = divmod(at, k_tiles)
+            count = min(k_tiles - first, left)
+            found.append((how.blocks - 1 - stripe, tile, first, count))
+            at, left = at + count, left - count
+    return found
 
 
-def test_the_model_counts_waves():
-    one = batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
-    more = batch.launch(Cut(128, 1, 1), 128, 128 * 114, 32, 4224, OTHER)
+@pytest.mark.parametrize("gpu", [H200, OTHER], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(("n", "k_tiles"), SIZES[:-1])
+def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_tiles):
+    for cut in batch.cuts():
+        for m in (17, 100, 1000):
+            how = batch.launch(cut, m, n, k_tiles, 4224, gpu)
+            if how is None:
+                continue
+            of_tile = {}
+            for block, tile, first, count in stripes(how, k_tiles):
+                of_tile.setdefault(tile, []).append((first, count, block))
+            assert len(of_tile) == how.m_tiles * how.n_tiles
+            for parts in of_tile.values():
+                parts.sort()
+                assert parts[0][0] == 0 and sum(count for _, count, _ in parts) == k_tiles
+                blocks = [block for _, _, block in parts]
+                assert blocks == list(range(blocks[0], blocks[0] - len(blocks), -1))
+                assert len(parts) == 1 or how.sums
+
+
+def test_stripes_are_as_long_for_all():
+    how = batch.launch(Cut(128, 1, 1), 128, 10240, 64, 4224, H200)  # 80 tiles, 132 SMs
+    work = [0] * how.blocks
+    for block, _, _, count in stripes(how, 64):
+        work[block] += count
+    assert how.blocks == 132 and max(work) - min(work) <= 1
+    even = batch.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
+    assert even.blocks == 128 and {count for *_, count in stripes(even, 64)} == {32}
+    assert batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
+
+
+def test_invariant_parts_do_not_depend_on_m():
+    for n, k_tiles in SIZES:
+        parts = set()
+        for m in TOKENS:
+            how = batch.pick_invariant(m, n, k_tiles, 4224, H200)
+            parts.add(frozenset((first, count) for _, _, first, count in stripes(how, k_tiles)))
+        assert len(parts) == 1, (n, k_tiles)
+
+
+def test_the_model_counts_waves_and_meetings():
+    one = batch.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
+    more = batch.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
     assert batch.model_us(one, 32, OTHER) == 2 * batch.model_us(more, 32, OTHER)
+    split = batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
+    assert batch.model_us(more, 32, OTHER) < batch.model_us(split, 32, OTHER)
+    assert batch.model_us(split, 32, OTHER) < batch.model_us(one, 32, OTHER)
 
 
-def test_small_layers_share_their_inputs_and_large_ones_do_not():
-    assert batch.pick(32, 4000, 32, 4224, OTHER).cut.cluster > 1
-    assert batch.pick(1024, 30000, 32, 4224, OTHER).cut.cluster == 1
-    assert batch.pick(1024, 30000, 32, 4224, OTHER).cut.tokens == 128
+def test_small_layers_are_split_and_large_ones_take_large_tiles():
+    assert batch.pick(32, 4000, 32, 4224, OTHER).sums
+    assert batch.pick(1024, 30000, 32, 4224, OTHER).cut.tokens >= 128
 
 
 def test_measured_layers_get_what_was_measured():

@@ -269,7 +269,7 @@ def no_nvrtc():
 
 
 # What this machine may not be: (compute capability of its GPU, whether NVRTC is there).
-MACHINES = [None, ((7, 5), True), ((9, 0), True), ((9, 0), False)]
+MACHINES = [None, ((7, 5), True), ((9, 0), True), ((9, 0), False), ((10, 0), True)]
 
 
 def ask_everything(op):

@@ -5,12 +5,15 @@
 // lies in shared memory as the tensor cores want it. Weights are decoded once a tile, exactly:
 // integers minus zero points, times the scale, rounded once.
 //
-//     cluster      a tile of 128 kBands outputs x kTokens tokens; its blocks share the inputs
-//     warps 0-3    bulk copies of records, `stages` deep and begun before the previous kernel has
-//                  ended (PDL); x 16 bytes a thread (cp.async), once it has
+//     tile         128 kBands outputs x kTokens tokens
+//     block        takes whole tiles, then its stripe of those that are split (MARLIN 3.4)
+//     warps 0, 1   bulk copies of records, `stages` deep and begun before the previous kernel has
+//                  ended (PDL); tensor copies of x, swizzled on their way, once it has. Neither
+//                  waits for the end of a tile
 //     warps 4-11   two warpgroups, kBands bands of 64 outputs each: while the tensor cores multiply
 //                  64 inputs of a band, the next ones' weights are decoded
-//     at the end   blocks add their neighbours' sums in the order of k: the same bits in every run
+//     stripes      who has a tile's first inputs adds the others' sums in the order of k: the same
+//                  bits in every run
 #pragma once
 
 #include "billfish/record.cuh"
@@ -23,7 +26,7 @@ constexpr int kTeams = 2;          // that multiply
 constexpr int kBatchThreads = (1 + kTeams) * kTeamThreads;
 
 // Two blocks on an SM: one of them may belong to the next kernel and fetch its weights.
-constexpr BILLFISH_DEVICE bool two_fit(int tokens, int bands) { return tokens * bands <= 64; }
+constexpr BILLFISH_DEVICE bool two_fit(int tokens, int bands) { return tokens <= 64 && bands == 1; }
 
 // One stage of the ring: 128 inputs. x first: the swizzle wants multiples of 1024 bytes.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
@@ -33,13 +36,70 @@ struct BatchStage {
     static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
 };
 
-// Shared memory: [barriers, 1 KB][stages]; sums take the place of stages in the end.
+// Shared memory: [barriers, 1 KB][stages][a place for each warp to turn 16 x 16 results].
 constexpr int kBatchBarrierBytes = 1024, kMostBatchStages = 8;
+
+// What lies where, from the first byte on.
+struct BatchPlaces {
+    u32 base;
+    BILLFISH_DEVICE u32 full(int slot) const { return base + 8 * slot; }
+    BILLFISH_DEVICE u32 empty(int slot) const { return base + 8 * kMostBatchStages + 8 * slot; }
+    BILLFISH_DEVICE u32 ring() const { return base + kBatchBarrierBytes; }
+};
+
+constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // 16 bytes more: no bank conflicts
+
+// What a block works on, part by part: inputs [first, first + count) of `tile`, in tiles of 128.
+// Whole tiles first, every gridDim.x-th; then its stripe of what is left, laid end to end, which
+// begins and ends anywhere. Stripes are numbered backwards: a block waits for sums of stripes
+// behind its own only, of blocks that have been started before it.
+struct Walk {
+    int k_tiles, whole, tiles;
+    int part = -1, tile = 0, first = 0, count = 0;
+    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
+        : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
+    // Where the stripe begins that is `behind` stripes behind this block's. The first ones are
+    // longer by one where it does not come out even.
+    BILLFISH_DEVICE int stripe(int behind) const {
+        const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
+        const int units = (tiles - whole) * k_tiles, each = units / blocks;
+        return whole * k_tiles + each * which + min(which, units - each * blocks);
+    }
+    BILLFISH_DEVICE int whole_parts() const {
+        const int blocks = gridDim.x, index = blockIdx.x;
+        return index < whole ? (whole - index + blocks - 1) / blocks : 0;
+    }
+    BILLFISH_DEVICE bool next() {
+        const int of_stripe = ++part - whole_parts();
+        if (of_stripe < 0) {
+            tile = blockIdx.x + part * gridDim.x, first = 0, count = k_tiles;
+            return true;
+        }
+        const int begin = stripe(0), end = stripe(1);
+        tile = begin / k_tiles + of_stripe;
+        first = max(begin - tile * k_tiles, 0);
+        count = min(k_tiles, end - tile * k_tiles) - first;
+        return count > 0;
+    }
+};
+
+// Tiles go through up to kAbreast tiles of tokens first, then along the outputs: those that run at
+// the same time share x and weights in L2.
+constexpr int kAbreast = 8;
+
+struct TilePlace {
+    int m_tile, n_tile;
+    BILLFISH_DEVICE TilePlace(int tile, int m_tiles, int n_tiles) {
+        const int strip = tile / (kAbreast * n_tiles), rest = tile - strip * kAbreast * n_tiles;
+        const int rows = min(kAbreast, m_tiles - strip * kAbreast);
+        n_tile = rest / rows, m_tile = strip * kAbreast + rest - n_tile * rows;
+    }
+};
 
 // Scale and zero point of a lane's two outputs of 16, r and r + 8, each twice in a register.
 struct Grain {
     u32 scale[2], zero[2];
-    template <class T, class S, class R>
+    template <class T, class R>
     static BILLFISH_DEVICE Grain load(u32 record, int group, int warp, int lane) {
         const int place = warp / 2 * 8 + lane / 4, right = warp % 2;
         const u32 bits = load_smem_4(record + R::kScales + group * 128 + place * 8 + right * 4);
@@ -49,7 +109,7 @@ struct Grain {
         Grain grain;
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
-            grain.scale[lower] = convert<T, S>(lower ? bits >> 16 : bits & 0xffff) * 0x00010001u;
+            grain.scale[lower] = (lower ? bits >> 16 : bits & 0xffff) * 0x00010001u;
             grain.zero[lower] = Exact<T>::zero(zeros >> 4 * lower & 15, lower) * 0x00010001u;
         }
         return grain;
@@ -58,100 +118,184 @@ struct Grain {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// Copies of one block: inputs [first, first + count) of tiles of 128, records of `bands` bands, x
-// of tokens from `token` on.
-template <class Stage, int kTokens>
-BILLFISH_DEVICE void copy_stages(const unsigned char* records, const u16* x, int m, int x_k,
-                                 int k_tiles, int bands, int first, int count, int token,
-                                 bool once, int stages, u32 ring, u32 full, u32 empty) {
-    const int thread = threadIdx.x, chunk = thread % 16, row = thread / 16;
-    const u64 policy = once ? evict_first_policy() : keep_policy();
-    const u64 band_bytes = static_cast<u64>(k_tiles) * Stage::kRecordBytes;
-    const auto copy_records = [&](int tile, int slot) {
-        barrier_arrive_expect(full + 8 * slot, bands * Stage::kRecordBytes);
-        const unsigned char* from = records + static_cast<u64>(tile) * Stage::kRecordBytes;
-        const u32 to = ring + slot * Stage::kBytes + Stage::kRecords;
-#pragma unroll 1
-        for (int band = 0; band < bands; ++band, from += band_bytes)
-            copy_bulk(to + band * Stage::kRecordBytes, from, Stage::kRecordBytes, full + 8 * slot,
-                      policy);
-    };
-    if (thread == 0) {
-        for (int i = 0; i < min(stages, count); ++i) copy_records(first + i, i);
+// A slot of the ring, from stage to stage.
+struct Slot {
+    int index = 0;
+    u32 parity;
+    BILLFISH_DEVICE explicit Slot(u32 parity) : parity(parity) {}
+    BILLFISH_DEVICE void next(int stages) {
+        if (++index == stages) index = 0, parity ^= 1;
     }
-    dependency_wait();
-    const int x_tiles = (x_k + kRecordK - 1) / kRecordK;
-    const int have = m - token - row;  // tokens of this thread: 0, 8, 16, ... below it
-    const u16* source = x + static_cast<u64>(token + row) * x_k + chunk * 8;
-    const u32 to = ring + x_smem_offset<kTokens>(row, chunk);
-    int slot = 0;
-    u32 parity = 1;  // the first round finds every slot empty
-    for (int i = 0; i < count; ++i) {
-        barrier_wait(empty + 8 * slot, parity);
-        if (thread == 0 && i >= stages) copy_records(first + i, slot);
-        const int tile = first + i;  // planes of a code follow one another: x repeats
-        const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
-        const u16* from = source + column;
-        const bool inside = column + chunk * 8 < x_k;
-#pragma unroll 4
-        for (int j = 0; j < kTokens; j += 8) {  // zeros for tokens and inputs that are not there
-            copy_async_16(to + slot * Stage::kBytes + j * kXLine, from,
-                          inside && j < have ? 16u : 0u);
-            from += 8 * x_k;
+};
+
+// The records that a block wants, up to `stages` ahead; one thread. A stage's barrier hears from
+// here how many bytes to wait for, those of x among them.
+template <class Stage, int kTokens, int kBands>
+BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
+                                  Walk walk, int stages, BatchPlaces places) {
+    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
+    Slot slot(1);  // the first round finds every slot empty
+#pragma unroll 1
+    while (walk.next()) {
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
+        const int here = min(kTeams * kBands, bands - band);
+        const unsigned char* from =
+            records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
+#pragma unroll 1
+        for (int i = 0; i < walk.count; ++i, from += Stage::kRecordBytes) {
+            const u32 full = places.full(slot.index);
+            barrier_wait(places.empty(slot.index), slot.parity);
+            barrier_arrive_expect(full, x_bytes(kTokens) + here * Stage::kRecordBytes);
+            const u32 to = places.ring() + slot.index * Stage::kBytes + Stage::kRecords;
+#pragma unroll 1
+            for (int j = 0; j < here; ++j)
+                copy_bulk(to + j * Stage::kRecordBytes,
+                          from + static_cast<u64>(j * walk.k_tiles) * Stage::kRecordBytes,
+                          Stage::kRecordBytes, full, policy);
+            slot.next(stages);
         }
-        barrier_arrive_after_copies(full + 8 * slot);
-        if (++slot == stages) slot = 0, parity ^= 1;
     }
 }
 
+// The x that a block wants; one thread.
+template <class Stage, int kTokens>
+BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,
+                            BatchPlaces places) {
+    Slot slot(1);
+#pragma unroll 1
+    while (walk.next()) {
+        const int token = TilePlace(walk.tile, m_tiles, n_tiles).m_tile * kTokens;
+#pragma unroll 1
+        for (int i = walk.first; i < walk.first + walk.count; ++i) {
+            const u32 to = places.ring() + slot.index * Stage::kBytes;
+            barrier_wait(places.empty(slot.index), slot.parity);
+#pragma unroll
+            for (int k64 = 0; k64 < 2; ++k64)  // zeros for tokens and inputs that are not there
+                copy_tensor(to + k64 * kTokens * kXLine, x, i * kRecordK + k64 * 64, token,
+                            places.full(slot.index));
+            slot.next(stages);
+        }
+    }
+}
+
+// Results of 16 outputs x kTokens of a warp, turned so that a token's outputs lie side by side.
+template <class T, int kTokens>
+BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* bias, u16* out,
+                                   int m, int n, int token_0, int row_0, u32 turn, int lane) {
+    float add[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+        const int row = row_0 + lane / 4 + lower * 8;
+        if (bias != nullptr && row < n) add[lower] = T::to_float(bias[row]);
+    }
+    const u32 to = turn + (lane / 16 * 8 + lane % 8) * kTurnLine + lane / 8 % 2 * 16;
+    const u32 from = turn + lane / 2 * kTurnLine + lane % 2 * 16;
+    const int row = row_0 + lane % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) {
+        u32 pair[4];  // [tokens 0-7, 8-15][outputs 0-7, 8-15]
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int e = i * 8 + j / 2 * 4 + j % 2 * 2;
+            pair[j] = T::pack(acc[e] + add[j % 2], acc[e + 1] + add[j % 2]);
+        }
+        store_matrices_turned(to, pair);
+        __syncwarp();
+        const uint4 v = load_smem_16(from);
+        __syncwarp();
+        const int token = token_0 + i * 16 + lane / 2;
+        if (token >= m || row >= n) continue;
+        u16* place = out + static_cast<u64>(token) * n + row;
+        if (n % 8 == 0) {
+            *reinterpret_cast<uint4*>(place) = v;
+        } else {
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (row + j < n) place[j] = words[j / 2] >> j % 2 * 16;
+        }
+    }
+}
+
+// Where blocks leave sums of parts of tiles: of each block kSums / 4 x 256 threads x 16 bytes, and
+// a flag for each warp, which waits for the same warp of another block and for nobody else.
+template <int kSums>
+struct MeetingPlace {
+    float* sums;
+    u32* flags;
+    BILLFISH_DEVICE MeetingPlace(float* workspace, u32* locks, u32 block, int thread)
+        : sums(workspace + static_cast<u64>(block) * kSums * 256 + thread * 4),
+          flags(locks + block * 8 + thread / 32) {}
+    BILLFISH_DEVICE void leave(const float* acc, int lane) {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 4)
+            *reinterpret_cast<float4*>(sums + i * 256) =
+                make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+        __syncwarp();
+        if (lane == 0) store_release(flags, 1);
+    }
+    // Adds what `others` blocks before this one have left, the nearest first.
+    BILLFISH_DEVICE void collect(float* acc, int others, int lane) {
+        constexpr int kAtOnce = kSums <= 16 ? 4 : 1;
+        for (int i = lane + 1; i <= others; i += 32)
+            while (load_acquire(flags - i * 8) == 0) {}
+        __syncwarp();
+        const float* from = sums;
+#pragma unroll kAtOnce
+        for (int i = 0; i < others; ++i) {
+            from -= kSums * 256;
+#pragma unroll
+            for (int j = 0; j < kSums; j += 4) {
+                const float4 v = load_global_16(from + j * 256);
+                acc[j] += v.x, acc[j + 1] += v.y, acc[j + 2] += v.z, acc[j + 3] += v.w;
+            }
+        }
+        __syncwarp();
+        for (int i = lane + 1; i <= others; i += 32) flags[-i * 8] = 0;
+    }
+};
+
 #endif
 
-// `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
-// last tile: codes of more than 4 bits are two planes of nibbles along k. Clusters count tiles of
-// tokens first: neighbours then share weights in L2. Where the grid fills the GPU the next kernel
-// may start `early`; else only at the end: its blocks would crowd on the SMs that are free, and
-// wait for each other afterwards (8192 x 8192, 16 tokens: 24.5 us instead of 15.4).
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+// `records` is (bands, k tiles) records, `x` describes (m, k) in boxes of 64 inputs x kTokens
+// tokens, `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The
+// next kernel may start `early` where every SM has a block, or room for one only; else when all has
+// been fetched: its blocks would crowd on the SMs that are free, and wait for each other afterwards
+// (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38).
+template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
-w4a16_batch(const unsigned char* __restrict__ records, const u16* __restrict__ x,
-            const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k, int k_tiles,
+w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
+            const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
+            u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles, int whole,
             int stages, bool early) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = BatchStage<kGroup, kAsymmetric, kTokens, kBands>;
     using R = Record<kGroup, kAsymmetric>;
     constexpr int kRows = kTeams * kBands * kRecordN;
-    static_assert(kMostBatchStages * 16 + 8 <= kBatchBarrierBytes, "barriers");
+    static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
     extern __shared__ __align__(1024) unsigned char smem[];
-    const u32 base = smem_address(smem);
-    const u32 full = base, empty = base + 8 * kMostBatchStages;
-    const u32 reduced = base + 16 * kMostBatchStages, ring = base + kBatchBarrierBytes;
+    const BatchPlaces places{smem_address(smem)};
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full + 8 * i, 1 + kTeamThreads);  // the bulk copy, each thread's x
-            barrier_init(empty + 8 * i, 4 * kTeams);       // warps that multiply
+            barrier_init(places.full(i), 1);            // bytes do the rest
+            barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
         }
-        barrier_init(reduced, 1);
         barrier_init_fence();
     }
     __syncthreads();
 
-    const int blocks = cluster_blocks(), rank = cluster_rank();
-    const int m_tiles = (m + kTokens - 1) / kTokens;
-    const int n_tile = cluster_index() / m_tiles, m_tile = cluster_index() % m_tiles;
-    const int first = k_tiles * rank / blocks, count = k_tiles * (rank + 1) / blocks - first;
+    Walk walk(k_tiles, whole, m_tiles * n_tiles);
     if (threadIdx.x < kTeamThreads) {
-        give_registers<two_fit(kTokens, kBands) ? 24 : 40>();
-        const int band = n_tile * kTeams * kBands, all = (n + kRecordN - 1) / kRecordN;
-        copy_stages<Stage, kTokens>(
-            records + static_cast<u64>(band) * k_tiles * Stage::kRecordBytes, x, m, x_k, k_tiles,
-            min(kTeams * kBands, all - band), first, count, m_tile * kTokens, m_tiles == 1, stages,
-            ring, full, empty);
-        if (!early) launch_dependents();
-        if (blocks > 1) {  // all threads of a cluster meet twice: below
-            cluster_arrive(), cluster_wait();
-            cluster_arrive(), cluster_wait();
+        give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
+        if (threadIdx.x == 0) {
+            copy_records<Stage, kTokens, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
+                                                 n_tiles, walk, stages, places);
+        } else if (threadIdx.x == 32) {
+            dependency_wait();
+            copy_x<Stage, kTokens>(x, m_tiles, n_tiles, walk, stages, places);
+            if (!early) launch_dependents();  // the first thread that does counts for its block
         }
         return;
     }
@@ -159,115 +303,66 @@ w4a16_batch(const unsigned char* __restrict__ records, const u16* __restrict__ x
 
     const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
     const int warp = thread / 32 % 4, lane = thread % 32;
-    float acc[kBands][kTokens / 2];  // set by the first products, since count > 0
-    {
-        u32 a[2][4][4];  // fragments of 64 inputs: in flight, and the next ones
-        int slot = 0;
-        u32 parity = 0;
-        for (int i = 0; i < count; ++i) {
-            const u32 stage = ring + slot * Stage::kBytes;
-            const u32 used = empty + 8 * (slot == 0 ? stages - 1 : slot - 1);
-            const u64 x_at = x_descriptor(stage);
-            Grain grain[kBands];
-            barrier_wait(full + 8 * slot, parity);
-            fence_for_wgmma();
+    Slot slot(0);
+#pragma unroll 1
+    while (walk.next()) {
+        float acc[kBands][kTokens / 2] = {};
+        {
+            u32 a[2][4][4];  // fragments of 64 inputs: in flight, and the next ones
+            for (int i = 0; i < walk.count; ++i) {
+                const u32 stage = places.ring() + slot.index * Stage::kBytes;
+                const u64 x_at = x_descriptor(stage);
+                Grain grain[kBands];
+                barrier_wait(places.full(slot.index), slot.parity);
 #pragma unroll
-            for (int unit = 0; unit < 2 * kBands; ++unit) {
-                const int k64 = unit / kBands, band = unit % kBands;
-                const u32 record =
-                    stage + Stage::kRecords + (team * kBands + band) * Stage::kRecordBytes;
-                const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
-                const u32 words[4] = {v.x, v.y, v.z, v.w};
+                for (int unit = 0; unit < 2 * kBands; ++unit) {
+                    const int k64 = unit / kBands, band = unit % kBands;
+                    const u32 record =
+                        stage + Stage::kRecords + (team * kBands + band) * Stage::kRecordBytes;
+                    const uint4 v =
+                        load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
+                    const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    const int k = k64 * 64 + step * 16;
-                    if (k % kGroup == 0)
-                        grain[band] = Grain::load<T, S, R>(record, k / kGroup, warp, lane);
-                    Exact<T>::fragment(words[step], grain[band].scale, grain[band].zero,
-                                       a[unit % 2][step]);
+                    for (int step = 0; step < 4; ++step) {
+                        const int k = k64 * 64 + step * 16;
+                        if (k % kGroup == 0)
+                            grain[band] = Grain::load<T, R>(record, k / kGroup, warp, lane);
+                        Exact<T>::fragment(words[step], grain[band].scale, grain[band].zero,
+                                           a[unit % 2][step]);
+                    }
+                    wgmma_fence();
+#pragma unroll
+                    for (int step = 0; step < 4; ++step)  // 32 bytes on
+                        wgmma(T(), acc[band], a[unit % 2][step],
+                              x_at + (k64 * kTokens * kXLine + step * 32) / 16);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (unit == 0 && i > 0 && lane == 0)  // the slot before has been read
+                        barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
                 }
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < 4; ++step)  // 32 bytes on
-                    wgmma(T(), acc[band], a[unit % 2][step],
-                          x_at + (k64 * kTokens * kXLine + step * 32) / 16,
-                          k64 > 0 || step > 0 || i > 0);
-                wgmma_commit();
-                wgmma_wait<1>();
-                if (unit == 0 && i > 0 && lane == 0) barrier_arrive(used);
+                slot.next(stages);
             }
-            if (++slot == stages) slot = 0, parity ^= 1;
+            wgmma_wait<0>();
+            if (lane == 0)
+                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
         }
-        wgmma_wait<0>();
-    }
-    if (!early) launch_dependents();
-
-    // Sums by token in place of the ring, once nobody of the block reads it. 4 numbers more a token
-    // put the lanes of a store into different banks.
-    constexpr int kStride = kRows + 4, kSumsBytes = kTokens * kStride * 4;
-    constexpr int kThreads = kTeams * kTeamThreads;
-    sync_some<1, kThreads>();
+        MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
+        if (walk.first > 0) {
+            here.leave(&acc[0][0], lane);
+            continue;
+        }
+        int others = 0;
+        for (int have = walk.count; have < k_tiles; ++others)  // the last one may go on elsewhere
+            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        if (others > 0) here.collect(&acc[0][0], others, lane);
+        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
 #pragma unroll
-    for (int band = 0; band < kBands; ++band) {
-        const int row = (team * kBands + band) * kRecordN + warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-            const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            store_smem_4(ring + (token * kStride + row + i / 2 % 2 * 8) * 4, acc[band][i]);
-        }
+        for (int band = 0; band < kBands; ++band)
+            store_results<T, kTokens>(
+                acc[band], bias, out, m, n, place.m_tile * kTokens,
+                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16, turn, lane);
     }
-    // MARLIN 3.4: blocks of a cluster own as many tokens each, and get the others' sums of them by
-    // bulk copies: [block][token][output], behind their own sums of all tokens.
-    const int owned = kTokens / blocks, part = owned * kStride * 4;
-    if (blocks > 1) {
-        fence_for_wgmma();  // bulk copies read shared memory as tensor cores do
-        sync_some<1, kThreads>();
-        cluster_arrive(), cluster_wait();  // nobody's ring is in use
-        if (thread == 0) {
-            barrier_arrive_expect(reduced, (blocks - 1) * part);
-            for (int i = 0; i < blocks; ++i) {
-                if (i != rank)
-                    copy_bulk_to_block(in_block(ring + kSumsBytes + rank * part, i),
-                                       ring + i * part, part, in_block(reduced, i));
-            }
-        }
-        barrier_wait(reduced, 0);
-        cluster_arrive();  // this block has its sums
-    } else {
-        sync_some<1, kThreads>();
-    }
-    const int token_0 = m_tile * kTokens + rank * owned, row_0 = n_tile * kRows;
-    for (int item = thread; item < owned * (kRows / 8); item += kThreads) {
-        const int token = item / (kRows / 8), row = item % (kRows / 8) * 8;
-        if (token_0 + token >= m || row_0 + row >= n) continue;
-        float sum[8] = {};
-        for (int block = 0; block < blocks; ++block) {
-            const u32 sums = ring + block * part + (block == rank ? 0 : kSumsBytes);
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                const uint4 v = load_smem_16(sums + (token * kStride + row + i) * 4);
-                sum[i] += __uint_as_float(v.x), sum[i + 1] += __uint_as_float(v.y);
-                sum[i + 2] += __uint_as_float(v.z), sum[i + 3] += __uint_as_float(v.w);
-            }
-        }
-        u16 bits[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (bias != nullptr && row_0 + row + i < n)
-                sum[i] += T::to_float(bias[row_0 + row + i]);
-            bits[i] = T::from_float(sum[i]);
-        }
-        u16* to = out + static_cast<u64>(token_0 + token) * n + row_0 + row;
-        if (n % 8 == 0) {
-            uint4 v;
-            v.x = bits[0] | bits[1] << 16, v.y = bits[2] | bits[3] << 16;
-            v.z = bits[4] | bits[5] << 16, v.w = bits[6] | bits[7] << 16;
-            *reinterpret_cast<uint4*>(to) = v;
-        } else {
-            for (int i = 0; i < 8 && row_0 + row + i < n; ++i) to[i] = bits[i];
-        }
-    }
-    if (blocks > 1) cluster_wait();  // what this block sent has been read
 #endif
 }
 

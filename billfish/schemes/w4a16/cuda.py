@@ -1,10 +1,10 @@
 """w4a16 on an NVIDIA GPU: records in memory, our own kernels, torch's current stream.
 
 Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
-from sm_80 on), up to 1024 on Hopper's tensor cores (w4a16_batch); without these up to four slices,
-of 16 tokens (decode) or 64 (stripe). More go through decoded panels and the library's matrix
-product. All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture
-it. Kernels are compiled when a layer is arranged, never during a capture.
+from sm_80 on), more on Hopper's tensor cores (w4a16_batch); without these up to four slices, of 16
+tokens (decode) or 64 (stripe), and more through decoded panels and the library's matrix product.
+All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture it.
+Kernels are compiled when a layer is arranged, never during a capture.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from billfish.errors import UserError
-from billfish.kernels import jit
+from billfish.kernels import jit, meeting, tensor_map
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel, Loaded
@@ -34,9 +34,6 @@ PANEL_THREADS = 256  # panel.cuh
 # Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
-# Estimated, not measured: at 1024 tokens w4a16_batch takes 2 to 25 % longer than the library's
-# product of decoded weights, and decoding them takes about as long as a fifth of that product.
-MOST_BATCH = 1024
 BATCH_ARCH = "sm_90a"
 
 
@@ -83,7 +80,7 @@ def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
 
 
 def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
-    types = TYPES[dtype], TYPES[kind.scale_dtype]
+    types = [TYPES[dtype]] if name == "batch" else [TYPES[dtype], TYPES[kind.scale_dtype]]
     arguments = ", ".join(map(str, (*types, kind.group, str(kind.zeros).lower(), *numbers)))
     return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
 
@@ -148,23 +145,31 @@ class Plan:
         else:
             self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
         self.most = max(self.few)
-        self.gpu, self.cuts = gpu(index), dict[int, batch.Launch]()
+        self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], batch.Launch]()
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
             for instance in batch.STAGE_US:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
-    def batch(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
-        how = self.cuts.get(m)
+    def batch(
+        self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, invariant: bool
+    ) -> None:
+        how = self.cuts.get((m, invariant))
         if how is None:
-            how = batch.pick(m, self.n, self.k_tiles, self.kind.record_bytes, self.gpu)
-            self.cuts[m] = how
-        arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                     out.data_ptr(), m, self.n, self.k + -self.k % 8, self.k_tiles, how.stages,
-                     how.early)  # fmt: skip
-        cut = how.cut
+            pick = batch.pick_invariant if invariant else batch.pick
+            how = pick(m, self.n, self.k_tiles, self.kind.record_bytes, self.gpu)
+            self.cuts[m, invariant] = how
+        cut, index = how.cut, self.gpu.index
+        rows = tensor_map.of_rows(x.data_ptr(), m, self.k + -self.k % 8, cut.tokens)
+        sums = locks = 0
+        if how.sums:
+            left = meeting.place(index, how.sums, how.blocks * batch.FLAGS)
+            sums, locks = left[0].data_ptr(), left[1].data_ptr()
+        arguments = (records.data_ptr(), rows, 0 if bias is None else bias.data_ptr(),
+                     out.data_ptr(), sums, locks, m, self.n, how.m_tiles, how.n_tiles, self.k_tiles,
+                     how.whole, how.stages, how.early)  # fmt: skip
         kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, cut.cluster, True)
+        kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, pdl=True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
@@ -184,9 +189,10 @@ class Plan:
         smem = stripe.smem_bytes(tokens, bands, self.kind.record_bytes)
         kernel = few_kernel(self.kind, self.dtype, tokens, bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
+        sums = arrange.N * tokens * bands
 
         def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
-            workspace, locks = meeting_place(index, kernel)
+            workspace, locks = meeting.place(index, gpu(index).sms * sums, gpu(index).sms)
             arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
                          out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
                          k_tiles)  # fmt: skip
@@ -204,35 +210,14 @@ class Plan:
         return out
 
 
-_meeting_places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-
-def meeting_place(index: int, kernel: Loaded) -> tuple[Tensor, Tensor]:
-    """Workspace and locks of w4a16_stripe: kernels of one stream follow one another and share them.
-
-    A captured graph has its own, since it may be replayed beside any stream.
-    """
-
-    def new() -> tuple[Tensor, Tensor]:
-        size = kernel.gpu.sms * arrange.N * max(t * b for t, b in stripe.BANDS.items())
-        device = torch.device("cuda", index)
-        workspace = torch.empty(size, dtype=torch.float32, device=device)
-        return workspace, torch.zeros(kernel.gpu.sms, dtype=torch.int32, device=device)
-
-    if torch.cuda.is_current_stream_capturing():
-        return new()
-    key = (index, torch.cuda.current_stream(index).cuda_stream)
-    if key not in _meeting_places:
-        _meeting_places[key] = new()
-    return _meeting_places[key]
-
-
 @functools.cache
 def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
     return Plan(index, n, k, KINDS[kind], dtype)
 
 
-def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
+def linear(
+    x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int, invariant: bool
+) -> Tensor:
     """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel."""
     shape, dtype = x.shape, x.dtype
     if dtype not in TYPES:
@@ -248,7 +233,7 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
     how = plan(x.get_device(), n, k, kind, dtype)
     if bias is not None:
         bias = bias.to(x.device, dtype).contiguous()
-    if m > (MOST_BATCH if how.batches else how.most * MOST_SLICES):
+    if not how.batches and m > how.most * MOST_SLICES:
         return _many(x, records, bias, how, out)
     if k % 8:
         x = pad(x, (0, -k % 8))
@@ -256,10 +241,15 @@ def linear(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind
         x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    if m <= tile.MOST_TOKENS:
+    if invariant:
+        rows, outs = x.view(m, -1), out.view(m, n)
+        for start in range(0, m, batch.MOST_INVARIANT):
+            some = rows[start : start + batch.MOST_INVARIANT]
+            how.batch(some, records, bias, outs[start:], len(some), True)
+    elif m <= tile.MOST_TOKENS:
         how.few[8 if m <= 8 else 16](x, records, bias, out, m)
     elif how.batches:
-        how.batch(x, records, bias, out, m)
+        how.batch(x, records, bias, out, m, False)
     else:
         rows, outs = x.view(m, -1), out.view(m, n)
         for start in range(0, m, how.most):
@@ -284,14 +274,17 @@ def _many(x: Tensor, records: Tensor, bias: Tensor | None, how: Plan, out: Tenso
 # launch of 5 us, the custom_op decorator 22: plain eager calls go straight to `linear`.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind) -> Tensor"
+    "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind, "
+    "bool invariant) -> Tensor"
 )
 _library.impl("w4a16_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 _operator = torch.ops.billfish.w4a16_linear.default
 
 
 @torch.library.register_fake("billfish::w4a16_linear", lib=_library)  # type: ignore[untyped-decorator]
-def _fake(x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int) -> Tensor:
+def _fake(
+    x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int, invariant: bool
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
@@ -311,6 +304,7 @@ class CudaOp:
     name: ClassVar[str] = "cuda"
     kernel: ClassVar[Literal["decode", "stripe"]] = "decode"
     least: ClassVar[tuple[int, int]] = (9, 0)  # compute capability
+    invariant: ClassVar[bool] = False
 
     @classmethod
     def refuses(cls, scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
@@ -359,7 +353,7 @@ class CudaOp:
             x = x[..., self.order]
         call = _operator if watched(x) else linear
         shape = self.shape
-        y: Tensor = call(x, self.records, bias, shape.n, shape.k, self.kind)
+        y: Tensor = call(x, self.records, bias, shape.n, shape.k, self.kind, self.invariant)
         return y
 
     def canonical(self) -> dict[str, Tensor]:
@@ -382,3 +376,19 @@ class StripeOp(CudaOp):
     name: ClassVar[str] = "stripe"
     kernel: ClassVar[Literal["decode", "stripe"]] = "stripe"
     least: ClassVar[tuple[int, int]] = (8, 0)
+
+
+class InvariantOp(CudaOp):
+    """A row's result does not depend on the batch it is in: one order of sums for all m."""
+
+    name: ClassVar[str] = "invariant"
+    invariant: ClassVar[bool] = True
+
+    @classmethod
+    def refuses(cls, scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
+        if scheme.bits > 4:
+            return f"codes of {scheme.bits} bits; its kernel takes up to 4."
+        reason = super().refuses(scheme, n, k, device)
+        if reason is None and torch.cuda.get_device_capability(index_of(device)) != cls.least:
+            return f"its kernel is for {BATCH_ARCH} alone, which this GPU is not."
+        return reason

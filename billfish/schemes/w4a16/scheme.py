@@ -16,7 +16,7 @@ from billfish.formats.grid import Grid, group_count
 from billfish.formats.spec import TensorSpec
 from billfish.schemes.base import LinearOp, Tensors
 from billfish.schemes.w4a16.cpu import CpuOp
-from billfish.schemes.w4a16.cuda import CudaOp, StripeOp
+from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp, StripeOp
 from billfish.schemes.w4a16.reference import ReferenceOp
 
 
@@ -97,7 +97,7 @@ class W4A16:
         return (codes - zeros[:, group]) * tensors["weight_scale"].float()[:, group]
 
     def ops(self) -> tuple[type[LinearOp], ...]:
-        return (CudaOp, StripeOp, CpuOp, ReferenceOp)
+        return (CudaOp, StripeOp, InvariantOp, CpuOp, ReferenceOp)
 
 
 def shape_of(tensors: Tensors) -> tuple[int, int]:

@@ -19,6 +19,7 @@
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 #define __global__
 #define __shared__
+#define __grid_constant__
 #define __align__(x)
 #define __launch_bounds__(...)
 #define __syncthreads() meet(current->block->everybody, (int)current->block->threads)
@@ -34,6 +35,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct Dim { u32 x, y; };
 inline thread_local Dim threadIdx, blockIdx, gridDim;
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 
@@ -178,6 +180,23 @@ inline void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier) {
     flying.push_back([=, &barrier] { memcpy(first, from, bytes), barrier.complete(bytes); });
 }
 
+// A box of 64 columns; chunks of 16 bytes are XORed with the row (bits 7 to 9 of their address).
+inline void begin_tensor(u32 to, const u16* from, int rows, int columns, int box, int column, int row,
+                         Barrier& barrier) {
+    unsigned char* place = smem_at(to, 16);
+    smem_at(to + box * 128 - 16, 16);
+    memset(place, 0xff, box * 128);
+    flying.push_back([=, &barrier] {
+        for (int i = 0; i < box * 64; ++i) {
+            const int r = row + i / 64, c = column + i % 64;
+            const u16 v = r < rows && c < columns ? from[(u64)r * columns + c] : 0;
+            const int at = i / 64 * 128 + ((i % 64 / 8 ^ i / 64 % 8) << 4) + i % 8 * 2;
+            memcpy(place + at, &v, 2);
+        }
+        barrier.complete(box * 128);
+    });
+}
+
 inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
     unsigned char* place = smem_at(to, 8);
     flying.push_back([=, &barrier] {
@@ -195,6 +214,7 @@ inline void begin_bulk_remote(u32 to, u32 from, u32 bytes, Barrier& barrier) {
 inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / cluster_size]; }
 inline void wait_for_cluster() {  // for as many rounds as this thread has arrived
     const u32 index = blockIdx.x / cluster_size, all = cluster_size * current->block->threads;
+    demand(cluster_size > 1, "ptxas makes a __syncthreads of the wait of a cluster of one");
     const int round = ++current->cluster_rounds;
     while (cluster_arrivals[index] < (int)(all * round)) yield();
 }

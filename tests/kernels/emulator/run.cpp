@@ -1,4 +1,4 @@
-// One kernel on the emulated GPU: SEED m n x_k k_tiles grid stages smem sms cluster < inputs > outputs.
+// One kernel on the emulated GPU: SEED m n x_k k_tiles grid stages smem sms cluster whole < inputs > outputs.
 // KERNEL, THREADS and WITH_* come from the compiler's command line.
 #include KERNEL_FILE
 
@@ -70,9 +70,9 @@ static std::vector<unsigned char> take() {  // length, then bytes; on a multiple
 
 int main(int, char** arguments) {
     lot.seed(atoi(arguments[1]));
-    int v[9];
-    for (int i = 0; i < 9; ++i) v[i] = atoi(arguments[i + 2]);
-    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster] = v;
+    int v[10];
+    for (int i = 0; i < 10; ++i) v[i] = atoi(arguments[i + 2]);
+    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster, whole] = v;
     cluster_size = cluster;
     std::vector<unsigned char> records = take(), x = take(), bias = take();
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
@@ -82,16 +82,18 @@ int main(int, char** arguments) {
     }
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(m * n + 64, 0xfffe);
-    std::vector<float> workspace(sms * 256 * 64, NAN);
-    std::vector<u32> locks(sms, 0);
+    std::vector<float> workspace(max(grid, sms) * 256 * 128, NAN);
+    std::vector<u32> locks(max(grid, sms) * 8, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
 #ifdef STRIPE
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), workspace.data(), locks.data(),
                m, n, x_k, k_tiles);
 #elif defined BATCH
-        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages,
-               cluster == 1);
+        const int wide = 128 * BANDS;
+        const TensorMap map{(const u16*)x.data(), m, x_k, TOKENS};
+        KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true);
 #else
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages);
 #endif

@@ -17,6 +17,11 @@ struct Half {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
     }
+    static BILLFISH_DEVICE u32 pack(float low, float high) {
+        u32 v;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+        return v;
+    }
     // Two numbers in a register, rounded once.
     static BILLFISH_DEVICE u32 add(u32 a, u32 b) {
         u32 v;
@@ -57,6 +62,11 @@ struct Bfloat {
         u16 bits;
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
         return bits;
+    }
+    static BILLFISH_DEVICE u32 pack(float low, float high) {
+        u32 v;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+        return v;
     }
 #if __CUDA_ARCH__ >= 900
     static BILLFISH_DEVICE u32 add(u32 a, u32 b) {

@@ -84,6 +84,15 @@ BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
                  "f"(v[2]), "f"(v[3]) : "memory");
 }
 
+// The reverse for one 8 x 8 matrix after the other, each turned: lane l names where column l % 8 of
+// matrix l / 8 goes (16 bytes), and gives of each two neighbours of row l / 4.
+BILLFISH_DEVICE void store_matrices_turned(u32 address, const u32 (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+#endif
+}
+
 // -- threads of a block
 
 // Meets kThreads threads of the block, whole warps; barrier 0 is __syncthreads'.
@@ -139,6 +148,14 @@ BILLFISH_DEVICE void wait_copies() {
 BILLFISH_DEVICE u32 load_acquire(const u32* pointer) {
     u32 v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+    return v;
+}
+
+// Past L1, which does not see what other SMs have stored.
+BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer) : "memory");
     return v;
 }
 
@@ -210,6 +227,19 @@ BILLFISH_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier,
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// A tensor in global memory and the boxes it is copied in, as the driver encodes them: CUtensorMap.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// The box at `column`, `row`; zeros for what is outside.
+BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
 

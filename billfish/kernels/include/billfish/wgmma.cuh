@@ -75,24 +75,41 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), \
     "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), \
     "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define BILLFISH_WGMMA(TAG, TYPE, N, R, A0, A1, A2, A3, B, P)                               \
-    BILLFISH_DEVICE void wgmma(TAG, float (&d)[R], const u32 (&a)[4], u64 b, u32 add) {     \
+#define BILLFISH_NAMES_128 BILLFISH_NAMES_64 \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define BILLFISH_SUMS_128 BILLFISH_SUMS_64, \
+    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), \
+    "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), \
+    "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), \
+    "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
+    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), \
+    "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), \
+    "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), \
+    "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
+    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), \
+    "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), \
+    "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define BILLFISH_WGMMA(TAG, TYPE, N, R, A0, A1, A2, A3, B)                                  \
+    BILLFISH_DEVICE void wgmma(TAG, float (&d)[R], const u32 (&a)[4], u64 b) {              \
         asm volatile(                                                                       \
-            "{\n .reg .pred p;\n setp.ne.u32 p, %" #P ", 0;\n"                             \
-            " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE              \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE              \
             " {" BILLFISH_NAMES_##R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B        \
-            ", p, 1, 1, 0;\n}"                                                              \
+            ", 1, 1, 1, 0;"                                                                 \
             : BILLFISH_SUMS_##R                                                             \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
     }
 #define BILLFISH_WIDTHS(TAG, TYPE)                             \
-    BILLFISH_WGMMA(TAG, TYPE, 16, 8, 8, 9, 10, 11, 12, 13)         \
-    BILLFISH_WGMMA(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20, 21)      \
-    BILLFISH_WGMMA(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36, 37)      \
-    BILLFISH_WGMMA(TAG, TYPE, 96, 48, 48, 49, 50, 51, 52, 53)      \
-    BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68, 69)
+    BILLFISH_WGMMA(TAG, TYPE, 16, 8, 8, 9, 10, 11, 12)             \
+    BILLFISH_WGMMA(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20)          \
+    BILLFISH_WGMMA(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36)          \
+    BILLFISH_WGMMA(TAG, TYPE, 96, 48, 48, 49, 50, 51, 52)          \
+    BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68)         \
+    BILLFISH_WGMMA(TAG, TYPE, 256, 128, 128, 129, 130, 131, 132)
 
-// d (64, 2 R) = a (64, 16) x^T (16, 2 R), plus d if `add`; d is spread like mma's, 16 outputs a
+// d (64, 2 R) += a (64, 16) x^T (16, 2 R); d is spread like mma's, 16 outputs a
 // warp.
 BILLFISH_WIDTHS(Half, f16)
 BILLFISH_WIDTHS(Bfloat, bf16)

@@ -53,6 +53,7 @@ struct Half {
         memcpy(&bits, &h, 2);
         return bits;
     }
+    static u32 pack(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
     static u32 add(u32 a, u32 b) { return each<Half>(a, 0x3c003c00u, b); }
     static u32 mul(u32 a, u32 b) { return each<Half>(a, b, 0); }
     static u32 fma(u32 a, u32 b, u32 c) { return each<Half>(a, b, c); }
@@ -68,6 +69,7 @@ struct Bfloat {
         if (v != v) return 0x7fff;
         return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
+    static u32 pack(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
     static u32 add(u32 a, u32 b) { return each<Bfloat>(a, 0x3f803f80u, b); }
     static u32 mul(u32 a, u32 b) { return each<Bfloat>(a, b, 0); }
     static u32 fma(u32 a, u32 b, u32 c) { return each<Bfloat>(a, b, c); }

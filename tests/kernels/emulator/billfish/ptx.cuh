@@ -26,6 +26,20 @@ inline void load_matrices(u32 (&v)[4], u32 a) {
     }
     meet(warp.gate, 32);
 }
+inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    warp.rows[lane] = a;
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) {
+            const u16 one = v[i] >> 16 * j;
+            const u32 line = warp.rows[8 * i + lane % 4 * 2 + j];
+            demand(line % 16 == 0, "stmatrix");
+            write(smem_at(line + lane / 4 * 2, 2), &one, 2);
+        }
+    meet(warp.gate, 32);
+}
 inline float load_smem_float(u32 a) { return read<float>(a); }
 inline void store_smem_4(u32 a, float v) { write(smem_at(a, 4), &v, 4); }
 inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
@@ -45,6 +59,7 @@ template <int kPending>
 inline void wait_copies() { wait_groups(kPending); }
 
 inline u32 load_acquire(const u32* p) { yield(); return *p; }
+inline float4 load_global_16(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
@@ -65,13 +80,23 @@ inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     begin_bulk(to, from, bytes, barrier_at(b));
 }
 
+inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
+
+struct TensorMap {  // rows of `columns` 16-bit numbers, boxes of 64 columns, swizzle of 128 bytes
+    const u16* first;
+    int rows, columns, box;
+};
+inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    demand(to % 1024 == 0, "tensor copy");
+    begin_tensor(to, map.first, map.rows, map.columns, map.box, column, row, barrier_at(barrier));
+}
+
 inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }
 inline u32 cluster_count() { return gridDim.x / cluster_size; }
 inline u32 cluster_blocks() { return cluster_size; }
 inline void cluster_arrive() { arrive_in_cluster(); }
 inline void cluster_wait() { wait_for_cluster(); }
-inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
 inline void store_remote(u32 to, float a, float b, u32 barrier) {
     begin_remote(to, a, b, barrier_at(barrier));
 }

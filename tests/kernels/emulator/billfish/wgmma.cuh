@@ -24,7 +24,7 @@ inline u64 x_descriptor(u32 address) {
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 template <class T, int kSums>
-inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b, bool add) {
+inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b) {
     Group& group = current->block->groups[current->thread / 128];
     const int lane = current->thread % 32, row = current->thread % 128 / 32 * 16 + lane / 4;
     for (int e = 0; e < 8; ++e)
@@ -32,7 +32,7 @@ inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b, bool add) {
     meet(group.gate, 128);
     for (int i = 0; i < kSums; ++i) {
         const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        double sum = add ? d[i] : 0;
+        double sum = d[i];
         for (int k = 0; k < 16; ++k) {
             const u32 at = ((u32)b << 4) + token * 128 + k * 2;
             sum += (double)group.a[row + i / 2 % 2 * 8][k] * T::to_float(read<u16>(swizzled(at)));
