@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return quantize
     if name == "load":
-        from billfish.generate import load
+        from billfish.models.load import load
 
         return load
     raise AttributeError(f"module 'billfish' has no attribute {name!r}")

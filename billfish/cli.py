@@ -259,8 +259,9 @@ def generate(
     json_: Json = False,
 ) -> None:
     """Generate text, streamed, and say how fast."""
-    from billfish.generate import Sampling, load
+    from billfish.generate import Sampling
     from billfish.generate import generate as run
+    from billfish.models.load import load
 
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     with show.status(quiet=json_) as say:

@@ -5,6 +5,7 @@ places to write, matplotlib, the GPU. Rooms are imported by the command that nee
 """
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ import typer
 
 from billfish import show
 from billfish.errors import UserError
+
+PEER_NUMBERS = ("k", "n", "m", "us", "cublas_us")
 
 app = typer.Typer(name="bench", help="Measure speed.", no_args_is_help=True)
 
@@ -53,6 +56,10 @@ def kernels(
     plot: Annotated[
         Path | None, typer.Option(help="Draw roofline.png and speedup.png into this directory.")
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(help="Draw other kernels' times too, a file like docs/bench/peers.json."),
+    ] = None,
     from_: Annotated[
         Path | None, typer.Option("--from", help="Show and draw an earlier --json; needs no GPU.")
     ] = None,
@@ -63,6 +70,9 @@ def kernels(
     """
     from billfish.bench import plot as pictures
 
+    if peers is not None and plot is None:
+        raise UserError(f"--peers {peers}: is only drawn. Say where with --plot DIR, or drop it.")
+    others = None if peers is None else read_peers(peers)
     if from_ is not None:
         if json_ is not None:
             raise UserError("--json writes what was measured; --from measures nothing. Drop one.")
@@ -81,7 +91,11 @@ def kernels(
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
     if plot is not None and not failed:
-        for path in pictures.draw(result, plot):
+        if others is not None and not pictures.peer_times(result, others):
+            # Only known once measured, and no reason to lose the pictures.
+            told = "no time of this card, shapes and batch sizes in float16, group 128, symmetric"
+            show.out.print(f"not drawn: {peers}, which has {told}", markup=False)
+        for path in pictures.draw(result, plot, others):
             show.out.print(f"drawn: {path}", markup=False)
     if failed:
         raise typer.Exit(1)  # every point has said why
@@ -208,12 +222,7 @@ def write_result(result: dict[str, Any], path: Path) -> None:
 def read_result(path: Path) -> dict[str, Any]:
     from billfish.bench.kernels import RESULT_VERSION
 
-    if not path.is_file():
-        raise UserError(f"--from {path}: there is no such file.")
-    try:
-        result = json.loads(path.read_text())
-    except ValueError:
-        raise UserError(f"--from {path}: is not JSON.") from None
+    result = _read_json("--from", path)
     version = result.get("result_version") if isinstance(result, dict) else None
     if version != RESULT_VERSION:
         raise UserError(
@@ -222,6 +231,40 @@ def read_result(path: Path) -> dict[str, Any]:
         )
     assert isinstance(result, dict)
     return result
+
+
+def read_peers(path: Path) -> dict[str, Any]:
+    """The fastest times of other kernels, with cuBLAS of the same run; docs/bench/peers.json."""
+    peers = _read_json("--peers", path)
+    times = peers.get("times") if isinstance(peers, dict) else None
+    if not times or not isinstance(times, list) or not isinstance(peers.get("card"), str):
+        raise UserError(
+            f"--peers {path}: is no file of times. It needs a card's name under card, and under "
+            "times a list of k, n, m, us and cublas_us; docs/bench/peers.json is one."
+        )
+    for place, told in enumerate(times):
+        if not _is_time(told):
+            raise UserError(
+                f"--peers {path}: times[{place}] is {json.dumps(told)}; "
+                f"{', '.join(PEER_NUMBERS)} are numbers above 0. Correct it or leave it out."
+            )
+    assert isinstance(peers, dict)
+    return peers
+
+
+def _is_time(told: Any) -> bool:
+    """JSON as Python reads it may hold NaN and Infinity, and True is a 1."""
+    found: list[Any] = [told.get(name) for name in PEER_NUMBERS] if isinstance(told, dict) else [0]
+    return all(type(each) in (int, float) and 0 < each < math.inf for each in found)
+
+
+def _read_json(option: str, path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"{option} {path}: there is no such file.")
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"{option} {path}: is not JSON.") from None
 
 
 def show_result(result: dict[str, Any]) -> None:

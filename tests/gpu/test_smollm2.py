@@ -14,8 +14,9 @@ import torch
 from demo import smollm2
 
 from billfish.driver import Request, quantize
-from billfish.generate import encode, load
+from billfish.generate import encode
 from billfish.models.linear import QuantLinear
+from billfish.models.load import load
 from billfish.schemes.w4a16 import W4A16
 
 pytestmark = pytest.mark.gpu
