@@ -10,13 +10,21 @@ from billfish.errors import Interrupted, UserError
 from billfish.integrations import register_when_imported
 from billfish.version import __version__
 
-__all__ = ["Interrupted", "UserError", "__version__", "load", "quantize"]
+__all__ = [
+    "LLM",
+    "Interrupted",
+    "SamplingParams",
+    "UserError",
+    "__version__",
+    "load",
+    "quantize",
+]
 
 register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    """`quantize` and `load` on first use: they import transformers, which takes seconds."""
+    """The doors on first use: they import torch and transformers, which takes seconds."""
     if name == "quantize":
         from billfish.driver import quantize
 
@@ -25,4 +33,12 @@ def __getattr__(name: str) -> Any:
         from billfish.models.load import load
 
         return load
+    if name == "LLM":
+        from billfish.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from billfish.engine.sampling import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'billfish' has no attribute {name!r}")

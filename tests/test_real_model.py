@@ -1,8 +1,13 @@
 """One real model for truth: SmolLM2-135M through the whole chain, from its wheel to text."""
 
+import math
+from importlib import resources
+
 import pytest
+import torch
 from demo import smollm2
 
+from billfish import LLM, SamplingParams
 from billfish.driver import Request, quantize
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.generate import Sampling, generate
@@ -27,6 +32,13 @@ def packed(original):
     return output
 
 
+@pytest.fixture(scope="module")
+def sample_ids(original):
+    _, tokenizer = load(original)
+    text = resources.files("billfish").joinpath("data/sample_eval.txt").read_text()
+    return tokenizer(text).input_ids
+
+
 def perplexity(model, baseline):
     request = EvalRequest(
         model, ("sample",), baseline, kl=True, limit=4, seqlen=512, dtype="bfloat16"
@@ -42,6 +54,31 @@ def test_gptq_keeps_what_rounding_loses(original, packed):
     assert before < gptq < 1.25 * before
     assert rtn - before > 1.5 * (gptq - before)
     assert near < 0.6 * far
+
+
+def test_the_engine_writes_what_transformers_writes(original):
+    prompts = ["The sword of a billfish is", "In 1969 the first people on the moon"]
+    model, tokenizer = load(original, torch.float32)
+    with LLM(original, dtype=torch.float32, max_model_len=256) as llm:
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        wanted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
+            min_new_tokens=64, eos_token_id=None,
+        )[0, ids.shape[1] :]  # fmt: skip
+        assert output.outputs[0].token_ids == wanted.tolist()
+        assert output.outputs[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+def test_kv4_keeps_the_model_good(packed, sample_ids):
+    loss = {}
+    for kv in ("kv16", "kv4"):
+        with LLM(packed["gptq"], kv=kv, max_model_len=513) as llm:
+            scores = llm.score([sample_ids[i : i + 512] for i in (0, 512)])
+        loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
+    assert 0 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03
 
 
 def test_it_is_whole_small_and_speaks(original, packed):

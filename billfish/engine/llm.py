@@ -1,0 +1,322 @@
+"""LLM: a checkpoint directory that answers many prompts at once.
+
+    llm = billfish.LLM("./smol-w4")
+    llm.generate(["What is a billfish?"], billfish.SamplingParams(temperature=0))
+
+One thread owns the engine and steps it while there is work; callers put requests into its queue and
+read what it notifies them of, from threads (`generate`) or coroutines (`stream`).
+"""
+
+import asyncio
+import itertools
+import math
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.engine.cache import FORMATS
+from billfish.engine.core import Completion, Engine, RequestOutput
+from billfish.engine.pages import Pages
+from billfish.engine.sampling import SamplingParams
+from billfish.errors import UserError
+from billfish.models.decoder import Decoder
+from billfish.models.load import load
+
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
+BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
+CPU_CACHE = 2**30  # bytes, unless told
+Prompt = str | Sequence[int]
+Notify = Callable[[RequestOutput], None]
+
+
+class LLM:
+    """Close it, or use it in a `with`, to end its thread; a process that ends does so, too."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        kv: str = "kv16",
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,  # of prompt and text; None: the model's
+        max_num_seqs: int = 32,  # texts that are written at the same time
+        max_batched_tokens: int | None = None,  # a step's
+        gpu_memory: float = 0.9,  # of the card, weights and cache together
+        pages: int | None = None,  # of the cache; few of them show preemption
+        prefix_caching: bool = True,
+        batch_invariant: bool = False,
+    ) -> None:
+        _check(kv, max_model_len, max_num_seqs, max_batched_tokens, gpu_memory, pages)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model, self.tokenizer = load(path, dtype, device, batch_invariant)
+        decoder = Decoder.of(model)
+        shape, kind = decoder.shape, decoder.device.type
+        if kind not in PAGE_TOKENS:
+            raise UserError(f"device {device}: the engine runs on cpu and cuda.")
+        self.vocabulary = shape.vocabulary
+        self.max_model_len = min(max_model_len or shape.context, shape.context)
+        size, storage = PAGE_TOKENS[kind], FORMATS[kv]
+        if pages is None:
+            token = storage.bytes_a_token(
+                shape.layers, shape.kv_heads, shape.head_dim, decoder.dtype
+            )
+            pages = _room(decoder.device, gpu_memory) // (token * size)
+            pages = min(pages, math.ceil(self.max_model_len / size) * max_num_seqs)
+            if pages * size < self.max_model_len:
+                raise UserError(
+                    f"the cache has room for {pages * size} tokens, a text of max_model_len "
+                    f"{self.max_model_len} needs more. Lower max_model_len, or take another kv "
+                    f"({', '.join(FORMATS)})."
+                )
+        cache = storage(
+            shape.layers, pages, size, shape.kv_heads, shape.head_dim, decoder.dtype, decoder.device
+        )
+        budget = max_batched_tokens or BUDGET[kind]
+        self.engine = Engine(
+            decoder, self.tokenizer, cache, Pages(pages, size, prefix_caching),
+            _eos(model, self.tokenizer), budget, min(max_num_seqs, budget), self.max_model_len,
+        )  # fmt: skip
+        self._names = itertools.count()
+        self._worker = _Worker(self.engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """In the order of the prompts; a prompt is a text or token ids."""
+        many: Sequence[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        wanted = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else (
+            list(params))  # fmt: skip
+        if len(wanted) != len(many):
+            raise UserError(f"{len(many)} prompts and {len(wanted)} params: give one for each.")
+        requests = [self._request(prompt, one) for prompt, one in zip(many, wanted, strict=True)]
+        self._wait_for(requests, wanted)
+        return requests
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Log-probability of every token but the first, given those before it."""
+        params = SamplingParams(max_tokens=1, temperature=0)
+        requests = [self._request(prompt, params) for prompt in prompts]
+        for request in requests:
+            request.prompt_logprobs = []
+        self._wait_for(requests, [params] * len(requests))
+        for request in requests:
+            if request.outputs[0].error:
+                raise RuntimeError(request.outputs[0].error)
+        return [request.prompt_logprobs or [] for request in requests]
+
+    def _wait_for(
+        self, requests: Sequence[RequestOutput], params: Sequence[SamplingParams]
+    ) -> None:
+        news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        try:
+            for request, one in zip(requests, params, strict=True):
+                self._worker.add(request, one, news.put)
+            unfinished = len(requests)
+            while unfinished:
+                unfinished -= news.get().finished
+        except BaseException:
+            for request in requests:
+                self._worker.cancel(request.name)
+            raise
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> (
+        RequestOutput
+    ):  # fmt: skip
+        return self.generate(self.templated(messages), params)[0]
+
+    def templated(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages by the model's chat template, which transformers renders in a sandbox."""
+        if not self.tokenizer.chat_template:
+            raise UserError("this model has no chat template; give plain prompts.")
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The output so far, whenever it has grown. Leaving the loop cancels the request."""
+        params = params or SamplingParams()
+        request = self._request(prompt, params)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
+
+        def notify(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, _snapshot(output))
+
+        self._worker.add(request, params, notify)
+        try:
+            while True:
+                output = await news.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not request.finished:
+                self._worker.cancel(request.name)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise UserError("a prompt is empty; give at least one token.")
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int)
+                 or not 0 <= i < self.vocabulary]  # fmt: skip
+        if wrong:
+            raise UserError(
+                f"token id {wrong[0]!r} in a prompt: ids are 0 to {self.vocabulary - 1}."
+            )
+        if len(ids) >= self.max_model_len:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens leaves no room: prompt and text together have "
+                f"{self.max_model_len} (max_model_len). Shorten it."
+            )
+        most = min(len(ids) + params.max_tokens, self.max_model_len)
+        pages = self.engine.pages
+        if math.ceil(most / pages.tokens) > pages.count:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and max_tokens {params.max_tokens} need "
+                f"{math.ceil(most / pages.tokens)} pages of {pages.tokens} tokens; the cache has "
+                f"{pages.count}. Lower max_tokens, or give the cache more pages."
+            )
+        outputs = [Completion(index) for index in range(params.n)]
+        return RequestOutput(f"request-{next(self._names)}", text, ids, outputs)
+
+
+class _Worker:
+    """The thread that owns the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._waiting: dict[str, tuple[RequestOutput, Notify]] = {}
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._thread = threading.Thread(target=self._work, name="billfish-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, request: RequestOutput, params: SamplingParams, notify: Notify) -> None:
+        def order() -> None:
+            self._waiting[request.name] = (request, notify)
+            try:
+                self.engine.add(request, params)
+            except Exception as error:  # a mistake of ours, which ends this request alone
+                self.engine.cancel(request.name)
+                for one in request.outputs:
+                    one.finish_reason, one.error = "error", f"{type(error).__name__}: {error}"
+                self._tell([request])
+
+        with self._lock:  # nobody is left behind in the queue of a thread that has ended
+            if self._closed:
+                raise UserError("this LLM is closed; make another.")
+            self._orders.put(order)
+
+    def cancel(self, name: str) -> None:
+        def order() -> None:
+            self._waiting.pop(name, None)
+            self.engine.cancel(name)
+
+        self._orders.put(order)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._orders.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                try:
+                    order = self._orders.get(block=self.engine.idle)
+                except queue.Empty:
+                    self._tell(self.engine.step())
+                    continue
+                if order is None:
+                    return
+                order()
+        finally:  # also if the engine itself is broken: whoever waits is told
+            with self._lock:
+                self._closed = True
+            while not self._orders.empty():
+                if (order := self._orders.get()) is not None:
+                    order()
+            for request, _ in list(self._waiting.values()):
+                self.engine.cancel(request.name)
+                self._tell([request])
+
+    def _tell(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            _, notify = self._waiting.get(output.name, (None, None))
+            if notify is not None:
+                if output.finished:
+                    del self._waiting[output.name]
+                notify(output)
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """As it is now: the engine's thread goes on writing into it."""
+    outputs = [
+        replace(one, token_ids=list(one.token_ids), logprobs=list(one.logprobs))
+        for one in output.outputs
+    ]
+    return replace(output, outputs=outputs)
+
+
+def _check(
+    kv: str,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_batched_tokens: int | None,
+    gpu_memory: float,
+    pages: int | None,
+) -> None:
+    if kv not in FORMATS:
+        raise UserError(f"kv {kv!r}: known are {', '.join(FORMATS)}.")
+    counts = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
+              "max_batched_tokens": max_batched_tokens, "pages": pages}  # fmt: skip
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value}: at least 1.")
+    if not 0 < gpu_memory <= 1:
+        raise UserError(f"gpu_memory {gpu_memory}: above 0, at most 1.")
+
+
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and all(isinstance(each, int) for each in prompts)
+    )
+
+
+def _room(device: torch.device, share: float) -> int:
+    """Bytes for the cache. On a GPU what is left of its share once the weights are there."""
+    if device.type == "cpu":
+        return CPU_CACHE
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1 - share) * total))
+
+
+def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    ends = {tokenizer.eos_token_id}
+    told = getattr(model.generation_config, "eos_token_id", None)
+    ends |= set(told) if isinstance(told, list) else {told}
+    return frozenset(end for end in ends if end is not None)

@@ -1,0 +1,400 @@
+"""From a row of logits to the next token of a sequence: what may be asked for, and how it is drawn.
+
+Steps, as in vLLM: logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p, draw. Log
+probabilities are the model's own, before any of these steps (OpenAI and vLLM v1 do the same).
+
+A draw is one number of the sequence's own stream, keyed by (seed, index), looked up in the sums of
+its own row, so nothing else in the batch can change it. The sums run in the order of token ids and
+not of probability: noise in the last bits of the logits swaps neighbours in a ranking, but moves
+such a sum by next to nothing. Ties, wherever they matter, go to the lowest id.
+
+Knows nothing of models, text or requests; whether a token ends a sequence is the engine's to say.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from billfish.errors import UserError
+
+GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
+# Nearly every nucleus fits; picking this many of 150,000 takes a third of the time of sorting all.
+NUCLEUS = 1024
+BLOCK = 512  # tokens that are summed together before a draw
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks for. Names and meanings are vLLM's and OpenAI's."""
+
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0  # end and stop tokens are impossible until then
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off; vLLM's -1 becomes 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # a str or a list becomes a tuple
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many of the best tokens to tell beside the chosen one
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token -> added to its logit
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, 128)
+        _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens {self.min_tokens}: at most max_tokens {self.max_tokens}.")
+        _number("temperature", self.temperature, 0)
+        _number("top_p", self.top_p, 0, 1, above=True)
+        _whole("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, 20)
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos {self.ignore_eos!r}: true or false.")
+        stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        if len(stops) > 16:
+            raise UserError(f"stop with {len(stops)} strings: at most 16. Leave some out.")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise UserError(f"stop {text!r}: a string of at least one character.")
+        ids = _items("stop_token_ids", self.stop_token_ids)
+        for token in ids:
+            _whole("stop_token_ids", token, 0)
+        if not isinstance(self.logit_bias, Mapping):
+            raise UserError(f"logit_bias {self.logit_bias!r}: a mapping of token ids to numbers.")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias: token", token, 0)
+            _number(f"logit_bias: token {token}:", bias, -100, 100)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller keeps its own
+
+
+@dataclass(frozen=True)
+class Chosen:
+    token: int
+    logprob: float | None = None  # only if asked
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first; only if asked
+
+
+class Chooser:
+    """Draws the tokens of one sequence: its own random numbers, its own counts."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocabulary: int,  # columns of the logits
+        eos: frozenset[int],
+        index: int = 0,  # which of n
+    ) -> None:
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias: token", tuple(params.logit_bias)),
+        ):
+            if wrong := [token for token in ids if token >= vocabulary]:
+                raise UserError(
+                    f"{name} {wrong[0]}: this model's tokens are 0 to {vocabulary - 1}."
+                )
+        self.params = params
+        self.vocabulary = vocabulary
+        self.drawn = 0
+        self.greedy = params.temperature < GREEDY
+        seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed % 2**64
+        # Counter based: the key is all there is to a stream, and NumPy promises its raw numbers.
+        self._stream = np.random.Philox(key=np.array([seed, index], dtype=np.uint64))
+        ends = {token for token in eos if token < vocabulary} | set(params.stop_token_ids)
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._repeats = params.repetition_penalty != 1
+        self._counts = bool(params.presence_penalty or params.frequency_penalty)
+        # Tokens whose logit changes have a slot in these columns, in order of appearance. Room for
+        # all costs nothing: the system gives a page when it is first written.
+        room = vocabulary if self._repeats or self._counts else len(params.logit_bias)
+        self._slots: dict[int, int] = {}
+        self._ids = np.zeros(room, np.int64)
+        self._bias = np.zeros(room, np.float32)
+        self._seen = np.zeros(room, np.bool_)  # in prompt or output
+        self._times = np.zeros(room, np.int32)  # in output
+        for token, bias in params.logit_bias.items():
+            self._bias[self._slot(token)] = bias
+        if self._repeats:
+            for token in set(prompt):
+                if token < vocabulary:  # a placeholder for an image may lie beyond
+                    self._seen[self._slot(token)] = True
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits change before the next draw."""
+        return bool(self._slots) or self.drawn < self.params.min_tokens
+
+    def note(self, token: int) -> None:
+        """The token is now part of the output."""
+        self.drawn += 1
+        if self._repeats or self._counts:
+            slot = self._slot(token)
+            self._seen[slot] = True
+            self._times[slot] += 1
+
+    def uniform(self) -> float:
+        """The stream's next number in [0, 1). 52 bits: any fp64 sum times it is below that sum."""
+        return int(self._stream.random_raw() >> 12) * 2.0**-52
+
+    def changes(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Token ids (count,), and (3, count) fp32: added first, repetition penalty, taken off."""
+        used, p = len(self._slots), self.params
+        times = self._times[:used]
+        changes = np.empty((3, used), np.float32)
+        changes[0] = self._bias[:used]
+        changes[1] = np.where(self._seen[:used], p.repetition_penalty, 1)
+        changes[2] = p.frequency_penalty * times + p.presence_penalty * (times > 0)
+        return self._ids[:used], changes
+
+    def barred(self) -> NDArray[Any]:
+        """Tokens that may not come yet."""
+        return self._ends if self.drawn < self.params.min_tokens else self._ends[:0]
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._slots))
+        self._ids[slot] = token
+        return slot
+
+
+@torch.inference_mode()
+def choose(
+    logits: Tensor,  # (rows, vocabulary) fp32; not changed
+    choosers: Sequence[Chooser],  # one a row; each notes its token
+) -> list[Chosen | Exception]:
+    """The next token of every row. NaN counts as -inf.
+
+    A row without any finite logit gets an exception in its place, so that its request fails alone.
+
+    On one core of a Xeon (AVX-512), ms a row of 150,000: greedy 0.2, temperature 0.5, top_k or
+    top_p 1.0 (2.3 if the nucleus is nearly everything); penalties add 0.1, log probabilities 0.7.
+    """
+    widths = {chooser.vocabulary for chooser in choosers} or {logits.shape[-1]}
+    if widths != {logits.shape[-1]} or logits.shape[:-1] != (len(choosers),):
+        rule = f"a row for each of {len(choosers)} choosers, wide as their vocabulary"
+        raise ValueError(f"logits {tuple(logits.shape)}: {rule}, {sorted(widths)}.")
+    if not choosers:
+        return []
+    raw = logits.float()
+    x = _edit(raw, choosers) if any(chooser.edits for chooser in choosers) else raw
+    best, tokens = x.max(dim=-1)  # the first of equals
+    peaks = best.tolist()
+    if not all(map(math.isfinite, peaks)):  # NaN is the maximum of every row that has one
+        x = _clean(x)
+        best, tokens = x.max(dim=-1)
+        peaks = best.tolist()
+    alive = [row for row, peak in enumerate(peaks) if peak > -math.inf]
+    sampled = [row for row in alive if not choosers[row].greedy]
+    for part, rows in _parts(sampled, raw.device):
+        tokens[part] = _draw(x[part], best[part], [choosers[row] for row in rows])
+    told: dict[int, Chosen] = {}
+    asked = [row for row in alive if choosers[row].params.logprobs is not None]
+    for part, rows in _parts(asked, raw.device):
+        counts = [choosers[row].params.logprobs or 0 for row in rows]
+        told.update(zip(rows, _tell(_clean(raw[part]), tokens[part], counts), strict=True))
+    ids = tokens.tolist()
+    for row in alive:
+        choosers[row].note(ids[row])
+    return [
+        (told.get(row) or Chosen(ids[row])) if peaks[row] > -math.inf else _nothing_left(chooser)
+        for row, chooser in enumerate(choosers)
+    ]
+
+
+def _edit(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+    """A copy with bias, penalties and barred tokens, all rows at once by flat index."""
+    x = logits.clone()
+    flat, width = x.view(-1), x.shape[1]
+    changes = [chooser.changes() for chooser in choosers]
+    ids = np.concatenate([tokens + row * width for row, (tokens, _) in enumerate(changes)])
+    where = torch.from_numpy(ids).to(x.device)
+    factors = np.concatenate([values for _, values in changes], axis=1)
+    bias, repetition, taken = torch.from_numpy(factors).to(x.device)
+    value = flat[where] + bias
+    flat[where] = torch.where(value > 0, value / repetition, value * repetition) - taken
+    ends = [chooser.barred() + row * width for row, chooser in enumerate(choosers)]
+    flat[torch.from_numpy(np.concatenate(ends)).to(x.device)] = -math.inf
+    return x
+
+
+def _clean(x: Tensor) -> Tensor:
+    largest = torch.finfo(x.dtype).max
+    return x.nan_to_num(nan=-math.inf, posinf=largest, neginf=-math.inf)
+
+
+def _parts(rows: list[int], device: torch.device) -> list[tuple[slice | list[int], list[int]]]:
+    """Rows that are worked on together: how to take them, and which. On a CPU one by one: 8 rows
+    of 150,000 do not stay in the cache between two steps."""
+    alone: list[tuple[slice | list[int], list[int]]] = [(slice(i, i + 1), [i]) for i in rows]
+    return alone if device.type == "cpu" or not rows else [(rows, rows)]
+
+
+def _draw(x: Tensor, best: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+    """Token ids (rows,). `best` is each row's largest logit."""
+    params = [chooser.params for chooser in choosers]
+    rows, width = x.shape
+    # How far below the best. Differences first: x / temperature could overflow.
+    depth = x.new_full((rows, -(-width // BLOCK) * BLOCK), math.inf)
+    torch.sub(best[:, None], x, out=depth[:, :width])
+    depth /= _column([p.temperature for p in params], x)
+    deepest = _column([-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params], x)
+    mass = (-depth).exp_()
+    top_k = [p.top_k if 0 < p.top_k < width else width for p in params]
+    narrow = [i for i, p in enumerate(params) if top_k[i] < width or p.top_p < 1]
+    if narrow:
+        if any(params[i].min_p > 0 for i in narrow):  # it comes first
+            depth = torch.where(depth <= deepest, depth, math.inf)
+            mass = (-depth).exp_()
+        limits, top_p = [top_k[i] for i in narrow], [params[i].top_p for i in narrow]
+        size = min(width, max(k + 1 if k < width else NUCLEUS for k in limits))
+        part = slice(None) if len(narrow) == rows else narrow
+        total = _blocks(mass[part]).sum(dim=-1, keepdim=True)
+        last, surplus = _narrow(depth[part, :width], total, limits, top_p, size)
+        deepest[part] = last
+        for i, ids in surplus:
+            mass[narrow[i], ids] = 0
+    if narrow or any(p.min_p > 0 for p in params):
+        mass *= depth.le_(deepest)  # as fp32 in place: a fifth of the time of torch.where
+    # Of blocks, then inside one: a tenth of the time of all sums, and as good.
+    sums = _blocks(mass).cumsum(dim=-1)
+    target = sums[:, -1:] * _column([chooser.uniform() for chooser in choosers], sums)
+    # The first sum above the target: never one to which nothing was added.
+    block = torch.searchsorted(sums, target, right=True)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, block)
+    inside = mass.view(rows, -1, BLOCK)[torch.arange(rows, device=x.device), block[:, 0]]
+    rising = inside.cumsum(dim=-1, dtype=torch.float64)
+    place = torch.searchsorted(rising, target - before, right=True)
+    # Rounding may ask for a little more than is inside; then it is the last one.
+    final = (inside > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    return (block * BLOCK + torch.minimum(place, final))[:, 0]
+
+
+def _narrow(
+    depth: Tensor,  # (rows, width) fp32
+    total: Tensor,  # (rows, 1) fp64, of exp(-depth)
+    top_k: list[int],  # width: off
+    top_p: list[float],
+    size: int,
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """(the last depth that is kept (rows, 1), tokens at that depth that are not, by row).
+
+    Looks at the `size` best of each row; those that need more are done again with more. Only values
+    are ranked, and ids come in where the last one has equals: on a CPU sorting 150,000 values
+    takes 0.5 ms, with their ids 15.
+    """
+    width = depth.shape[1]
+    ranked = _ranked(depth, size)
+    sums = (-ranked).exp_().cumsum(dim=-1, dtype=torch.float64)
+    limit = torch.tensor(top_k, device=depth.device)[:, None]
+    best = sums.gather(1, limit.clamp(max=size) - 1)  # of top_k, which are all ranked here
+    # Of top_k's tokens the fewest that reach top_p: those with less than that before them.
+    shares = _column([p if p < 1 else math.inf for p in top_p], total)
+    wanted = torch.where(limit == width, total, best) * shares
+    kept = torch.minimum(torch.searchsorted(sums, wanted).clamp(max=size - 1) + 1, limit)
+    last = ranked.gather(1, kept - 1)
+    better, worse = (torch.searchsorted(ranked, last, right=side) for side in (False, True))
+    surplus, again = [], []
+    for row, (first, count, end) in enumerate(torch.cat([better, kept, worse], dim=1).tolist()):
+        if end == size < width:  # the next one may be needed, or be an equal
+            again.append(row)
+        elif count < end:
+            ids = (depth[row] == last[row]).nonzero()[:, 0]  # rising: the lowest stay
+            surplus.append((row, ids[count - first :]))
+    if again:
+        k, p = [top_k[i] for i in again], [top_p[i] for i in again]
+        part = slice(None) if len(again) == len(top_k) else again
+        last[part], more = _narrow(depth[part], total[part], k, p, min(16 * size, width))
+        surplus += [(again[i], ids) for i, ids in more]
+    return last, surplus
+
+
+def _blocks(mass: Tensor) -> Tensor:
+    """Sums of blocks, fp64. In fp32 inside a block, where no 150,000 additions lose the small."""
+    return mass.view(mass.shape[0], -1, BLOCK).sum(dim=-1).double()
+
+
+def _ranked(depth: Tensor, size: int) -> Tensor:
+    """The `size` smallest values of each row, rising."""
+    if depth.device.type != "cpu":
+        return depth.topk(size, largest=False).values
+    values = depth.numpy()
+    if size < values.shape[1]:
+        values = np.partition(values, size - 1, axis=-1)[:, :size]
+    return torch.from_numpy(np.sort(values, axis=-1))
+
+
+def _tell(raw: Tensor, tokens: Tensor, counts: list[int]) -> list[Chosen]:
+    """Log probabilities of each row's token and of its `count` best."""
+    total = raw.logsumexp(dim=-1, keepdim=True)
+    own = (raw.gather(1, tokens[:, None]) - total)[:, 0].tolist()
+    size = min(max(counts) + 1, raw.shape[1])  # one more, to see whether the last has equals
+    values, ids = raw.topk(size)
+    told = []
+    for row, token in enumerate(tokens.tolist()):
+        count = min(counts[row], raw.shape[1])
+        found, names = values[row], ids[row]
+        if 0 < count < size and found[count - 1] == found[count]:
+            names = (raw[row] >= found[count - 1]).nonzero()[:, 0]
+            found = raw[row, names]
+        pairs = zip(names.tolist(), (found - total[row]).tolist(), strict=True)
+        best = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+        top = tuple(pair for pair in best if pair[1] > -math.inf)
+        told.append(Chosen(token, own[row], top))
+    return told
+
+
+def _nothing_left(chooser: Chooser) -> Exception:
+    return ArithmeticError(
+        f"token {chooser.drawn + 1} of this sequence: all logits are NaN or -inf. The model "
+        "overflowed (load it with a wider dtype), or min_tokens bars all that is left (lower it)."
+    )
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{name} {value!r}: a list.")
+    return tuple(value)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name} {value!r}: a whole number.")
+    if value < low or (high is not None and value > high):
+        rule = f"at least {low}" if high is None else f"{low} to {high}"
+        raise UserError(f"{name} {value}: a whole number, {rule}.")
+
+
+def _number(name: str, value: Any, low: float, high: float = math.inf, above: bool = False) -> None:
+    """`above`: low itself is refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{name} {value!r}: a number.")
+    fits = low <= value <= high and not (above and value == low)  # false for NaN
+    if not fits or math.isinf(value):
+        rule = f"{'above' if above else 'at least'} {low}"
+        raise UserError(f"{name} {value}: {rule}{'' if math.isinf(high) else f', at most {high}'}.")

@@ -1,0 +1,266 @@
+"""The Llama family as an engine runs it: a flat list of tokens of many sequences, and attention
+left to a callback.
+
+`Decoder` wraps a model that transformers has loaded and calls its own modules, so any linear
+(nn.Linear, QuantLinear), norm and RoPE variant is the one that transformers runs; only the order of
+the calls is written again here. It knows no cache, no mask and no sampling. What a block does
+differently is refused in `of`, never run nearly right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from billfish.errors import UserError
+
+# (layer, q, k, v) -> (tokens, heads, head_dim). q is (tokens, heads, head_dim), k and v are
+# (tokens, kv_heads, head_dim); q and k are after RoPE and contiguous. v may be a view into a wider
+# row (Phi-3 has one linear for all three): only its last two dimensions are contiguous.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cache and an attention kernel must know."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int  # positions the model was made for: max_position_embeddings
+    # Of each layer: how many tokens one sees, itself included (position p sees p - window + 1 to
+    # p, as transformers counts); None: all before it.
+    windows: tuple[int | None, ...]
+    scale: float  # of q k^T
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.kv_heads == 0, (self.heads, self.kv_heads)
+        assert len(self.windows) == self.layers, (self.windows, self.layers)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one architecture of transformers differs from the others."""
+
+    model_type: str
+    attention: frozenset[str]  # what self_attn holds, all of it
+    # Which layers have config.sliding_window. Llama ignores that setting; Mistral and Phi-3 take
+    # it for every layer; Qwen names a kind for each in layer_types (made from use_sliding_window
+    # and max_window_layers where a checkpoint has none).
+    windows: str  # "none", "all" or "by type"
+
+
+_SPLIT = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_NORMED = _SPLIT | {"q_norm", "k_norm"}
+_FUSED = frozenset({"qkv_proj", "o_proj"})
+_FAMILIES = {
+    "LlamaForCausalLM": _Family("llama", _SPLIT, "none"),
+    "MistralForCausalLM": _Family("mistral", _SPLIT, "all"),
+    "Phi3ForCausalLM": _Family("phi3", _FUSED, "all"),
+    "Qwen2ForCausalLM": _Family("qwen2", _SPLIT, "by type"),
+    "Qwen3ForCausalLM": _Family("qwen3", _NORMED, "by type"),
+}
+_TOP = frozenset({"model", "lm_head"})
+_MODEL = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
+_BLOCK = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+
+# Frequencies that are the same for every batch. The others of transformers ("dynamic", "longrope")
+# follow the longest sequence of the call: a sequence's numbers would depend on its neighbours, and
+# keys already in a cache would be wrong once it grows.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+# Settings that say why a model outside the table is not a Llama. They only explain: the table
+# decides, because transformers itself ignores them in the architectures above.
+_TELLTALES = {
+    "num_local_experts": "experts",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "attn_logit_softcapping": "softcapped attention scores",
+    "final_logit_softcapping": "softcapped logits",
+    "logits_scaling": "scaled logits",
+    "logit_scale": "scaled logits",
+    "residual_multiplier": "scaled residuals",
+    "embedding_multiplier": "scaled embeddings",
+    "no_rope_layers": "layers without RoPE",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "kv_lora_rank": "latent attention",
+}
+
+
+class Decoder:
+    """Embedding, blocks, final norm and head of one model; build it with `of`. It holds the
+    model's modules, not copies: the model must stay on its device, in its dtype."""
+
+    def __init__(self, model: Any, shape: Shape) -> None:
+        self.shape = shape
+        self._embed = model.model.embed_tokens
+        self._rotary = model.model.rotary_emb
+        self._layers = list(model.model.layers)[: shape.layers]
+        self._norm = model.model.norm
+        self._head = model.lm_head
+        self.dtype: torch.dtype = self._embed.weight.dtype
+        self.device: torch.device = self._embed.weight.device
+
+    @classmethod
+    def of(cls, model: Any) -> "Decoder":
+        """The decoder of a model that transformers has loaded; raises UserError for one whose
+        block is not Llama's."""
+        config: Any = getattr(model, "config", None)
+        family = _FAMILIES.get(type(model).__name__)
+        if family is None or family.model_type != getattr(config, "model_type", None):
+            found = _told_by(config) + _unlike(model, None)
+            raise _refusal(model, found or ["more than its modules show; it was never compared"])
+        found = _unlike(model, family)
+        if not found:
+            found = _unlike_settings(model, family)
+        if found:
+            raise _refusal(model, found)
+        attention = model.model.layers[0].self_attn
+        layers: int = config.num_hidden_layers
+        return cls(
+            model,
+            Shape(
+                layers=layers,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=attention.head_dim,
+                vocabulary=config.vocab_size,
+                context=config.max_position_embeddings,
+                windows=tuple(_window(config, family, index) for index in range(layers)),
+                scale=attention.scaling,
+            ),
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,  # (tokens,) int64, of any sequences in any order
+        positions: Tensor,  # (tokens,) int64, each in its own sequence
+        attend: Attend,  # called once a layer, in order; must know which token is whose
+    ) -> Tensor:  # (tokens, hidden), after the final norm
+        hidden: Tensor = self._embed(tokens)
+        cos, sin = self._rotary(hidden, positions[None])  # `hidden` tells it dtype and device
+        cos, sin = cos[0, :, None], sin[0, :, None]  # (tokens, 1, rotary dimensions)
+        low, high = sin.chunk(2, -1)
+        sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see _rotate
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._project(layer.self_attn, layer.input_layernorm(hidden))
+            mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        normed: Tensor = self._norm(hidden)
+        return normed
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:  # (rows, hidden) -> (rows, vocabulary) fp32
+        """Of the rows that are sampled only: the head is the widest linear of the model."""
+        logits: Tensor = self._head(hidden)
+        return logits.float()
+
+    def _project(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of one layer by heads, before RoPE."""
+        heads, kv_heads, head_dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        if hasattr(attention, "qkv_proj"):
+            fused = attention.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, head_dim))
+            q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
+            return q, k, v
+        q = attention.q_proj(x).unflatten(-1, (heads, head_dim))
+        k = attention.k_proj(x).unflatten(-1, (kv_heads, head_dim))
+        v = attention.v_proj(x).unflatten(-1, (kv_heads, head_dim))
+        if hasattr(attention, "q_norm"):  # Qwen3: over each head
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return q, k, v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE with the bits of transformers' apply_rotary_pos_emb, in fewer kernels. That one swaps
+    the halves of x and negates one of them; here they are rolled (which swaps them) and the sign
+    is in `sin`. Dimensions past those of `cos` are left as they are (partial RoPE)."""
+    rotary = cos.shape[-1]
+    turned = x[..., :rotary]
+    turned = turned * cos + turned.roll(rotary // 2, -1) * sin
+    if rotary == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., rotary:]), -1)
+
+
+def _window(config: Any, family: _Family, index: int) -> int | None:
+    if family.windows == "none":
+        return None
+    if family.windows == "by type" and config.layer_types[index] != "sliding_attention":
+        return None
+    window: int | None = config.sliding_window
+    return window
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """Names of the modules and parameters that it holds itself. Dropout does nothing here."""
+    children = {n for n, m in module.named_children() if not isinstance(m, nn.Dropout)}
+    return children | {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def _compare(place: str, found: set[str], expected: frozenset[str]) -> list[str]:
+    more, less = sorted(found - expected), sorted(expected - found)
+    return [f"{place}.{name}" for name in more] + [f"{place} without {name}" for name in less]
+
+
+def _unlike(model: Any, family: _Family | None) -> list[str]:
+    """What the modules have more or less than Llama's; without a family, the attention of any
+    will do."""
+    if not hasattr(model, "lm_head"):
+        return ["no lm_head (a model without its head gives no logits)"]
+    if not hasattr(getattr(model, "model", None), "layers"):
+        return ["no blocks at model.layers"]
+    found = _compare("top", _parts(model), _TOP) + _compare("model", _parts(model.model), _MODEL)
+    for layer in model.model.layers:  # all: one of another kind among them would be run wrongly
+        found += _compare("block", _parts(layer), _BLOCK)
+        if "self_attn" in _parts(layer):
+            parts = _parts(layer.self_attn)
+            families = [family] if family else list(_FAMILIES.values())
+            each = [_compare("self_attn", parts, one.attention) for one in families]
+            nearest: list[str] = min(each, key=len)
+            found += nearest
+        if found:
+            return found
+    return found
+
+
+def _unlike_settings(model: Any, family: _Family) -> list[str]:
+    """What a known architecture may be set to and is not run here."""
+    found = []
+    config, rope = model.config, model.model.rotary_emb.rope_type
+    if rope not in _FIXED_ROPE:
+        found.append(f"RoPE {rope!r}, whose frequencies follow the longest sequence of a batch")
+    if not getattr(config, "is_causal", True):
+        found.append("attention to tokens that come later (is_causal: false)")
+    if family.windows == "by type":
+        kinds = set(config.layer_types)
+        found += [
+            f"{kind} layers" for kind in sorted(kinds - {"full_attention", "sliding_attention"})
+        ]
+        if "sliding_attention" in kinds and config.sliding_window is None:
+            found.append("sliding_attention layers without a sliding_window")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        found.append(f"weights on {', '.join(devices)}: all must be in memory, on one device")
+    return found
+
+
+def _told_by(config: Any) -> list[str]:
+    told = (reason for name, reason in _TELLTALES.items() if getattr(config, name, None))
+    return list(dict.fromkeys(told))
+
+
+def _refusal(model: Any, found: list[str]) -> UserError:
+    path = getattr(model, "name_or_path", "")
+    kind = getattr(getattr(model, "config", None), "model_type", "no model_type")
+    return UserError(
+        f"{path + ': ' if path else ''}the engine does not run this {type(model).__name__} "
+        f"({kind}). Unlike Llama, and not written: {'; '.join(found)}. It runs "
+        f"{', '.join(_FAMILIES)}. transformers itself runs the model: billfish.load(path), then "
+        f"model.generate."
+    )
