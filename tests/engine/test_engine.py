@@ -210,7 +210,11 @@ def test_one_bad_row_ends_one_request(path, alone):
             return logits
 
         made.engine.decoder.logits = spoilt
-        outputs = made.generate(PROMPTS[:3], GREEDY)
+        outputs = [made._request(prompt, GREEDY) for prompt in PROMPTS[:2]]
+        for output in outputs:  # in this thread, so that the rows are known
+            made.engine.add(output, GREEDY)
+        while not made.engine.idle:
+            made.engine.step()
         assert outputs[1].outputs[0].finish_reason == "error" and outputs[1].outputs[0].error
         assert outputs[0].outputs[0].text == alone[0]
 
