@@ -9,6 +9,7 @@ differently is refused in `of`, never run nearly right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ class Decoder:
         self._layers = list(model.model.layers)[: shape.layers]
         self._norm = model.model.norm
         self._head = model.lm_head
+        # Fewer and larger products: on a CPU 90 of 210 calls a step are spared.
+        self._qkv = [
+            _joined(layer.self_attn, "q_proj", "k_proj", "v_proj") for layer in self._layers
+        ]
+        self._gate_up = [_joined(layer.mlp, "gate_proj", "up_proj") for layer in self._layers]
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device
 
@@ -148,10 +154,10 @@ class Decoder:
         low, high = sin.chunk(2, -1)
         sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see _rotate
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer.self_attn, layer.input_layernorm(hidden))
+            q, k, v = self._project(index, layer.input_layernorm(hidden))
             mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + self._mlp(index, layer.post_attention_layernorm(hidden))
         normed: Tensor = self._norm(hidden)
         return normed
 
@@ -161,19 +167,52 @@ class Decoder:
         logits: Tensor = self._head(hidden)
         return logits.float()
 
-    def _project(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of one layer by heads, before RoPE."""
         heads, kv_heads, head_dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        if hasattr(attention, "qkv_proj"):
-            fused = attention.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, head_dim))
-            q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
-            return q, k, v
-        q = attention.q_proj(x).unflatten(-1, (heads, head_dim))
-        k = attention.k_proj(x).unflatten(-1, (kv_heads, head_dim))
-        v = attention.v_proj(x).unflatten(-1, (kv_heads, head_dim))
+        attention = self._layers[index].self_attn
+        fused = self._qkv[index] or getattr(attention, "qkv_proj", None)
+        if fused is not None:
+            together = fused(x).unflatten(-1, (heads + 2 * kv_heads, head_dim))
+            q, k, v = together.split((heads, kv_heads, kv_heads), dim=1)
+        else:
+            q = attention.q_proj(x).unflatten(-1, (heads, head_dim))
+            k = attention.k_proj(x).unflatten(-1, (kv_heads, head_dim))
+            v = attention.v_proj(x).unflatten(-1, (kv_heads, head_dim))
         if hasattr(attention, "q_norm"):  # Qwen3: over each head
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
+
+    def _mlp(self, index: int, x: Tensor) -> Tensor:
+        mlp, together = self._layers[index].mlp, self._gate_up[index]
+        if together is None:
+            out: Tensor = mlp(x)
+        else:
+            gate, up = together(x).chunk(2, -1)
+            out = mlp.down_proj(mlp.act_fn(gate) * up)
+        return out
+
+
+def _joined(module: nn.Module, *names: str) -> Callable[[Tensor], Tensor] | None:
+    """Dense linears of the same input as one; their weights become parts of the joined one, so that
+    nothing is stored twice. None if they are packed, or are not there (Phi-3 has joined ones)."""
+    linears = [getattr(module, name, None) for name in names]
+    dense = [linear for linear in linears if type(linear) is nn.Linear]
+    if len(dense) < len(names) or len({linear.bias is None for linear in dense}) > 1:
+        return None
+    joined = {}
+    for part in ("weight", "bias"):
+        if getattr(dense[0], part) is not None:
+            joined[part] = whole = torch.cat([getattr(linear, part).data for linear in dense])
+            row = 0
+            for linear in dense:
+                getattr(linear, part).data = whole[row : row + linear.out_features]
+                row += linear.out_features
+    return partial(_linear, joined["weight"], joined.get("bias"))
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The engine's decoder against transformers' own forward pass, and the models it must refuse."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers
@@ -244,6 +246,23 @@ REFUSED = {
     "BertModel": ("bert", "no lm_head"),
     "LlamaModel": ("llama", "no lm_head"),
 }
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_dense_linears_are_joined_and_stored_once(architecture):
+    model = tiny_model(architecture)
+    ids = torch.arange(1, 20)[None]
+    before = model(ids).logits
+    Decoder.of(model)
+    for layer in model.model.layers:
+        for module, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+                              (layer.mlp, ("gate_proj", "up_proj"))):  # fmt: skip
+            parts = [getattr(module, name) for name in names]
+            for part, behind in pairwise(parts):
+                assert part.weight.data_ptr() + part.weight.nbytes == behind.weight.data_ptr()
+                if part.bias is not None:
+                    assert part.bias.data_ptr() + part.bias.nbytes == behind.bias.data_ptr()
+    assert torch.equal(model(ids).logits, before)
 
 
 def assert_refused(model, *words):

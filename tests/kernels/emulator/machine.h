@@ -205,12 +205,6 @@ inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
     });
 }
 
-inline void begin_bulk_remote(u32 to, u32 from, u32 bytes, Barrier& barrier) {
-    unsigned char *source = smem_at(from, 16), *place = smem_at(to, 16);
-    smem_at(from + bytes - 16, 16), smem_at(to + bytes - 16, 16);
-    flying.push_back([=, &barrier] { memcpy(place, source, bytes), barrier.complete(bytes); });
-}
-
 inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / cluster_size]; }
 inline void wait_for_cluster() {  // for as many rounds as this thread has arrived
     const u32 index = blockIdx.x / cluster_size, all = cluster_size * current->block->threads;

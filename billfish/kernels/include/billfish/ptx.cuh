@@ -75,10 +75,6 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
     return v;
 }
 
-BILLFISH_DEVICE void store_smem_4(u32 address, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
 BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
                  "f"(v[2]), "f"(v[3]) : "memory");
@@ -263,12 +259,6 @@ BILLFISH_DEVICE u32 cluster_count() {
     return v;
 }
 
-BILLFISH_DEVICE u32 cluster_blocks() {
-    u32 v;
-    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(v));
-    return v;
-}
-
 // Relaxed: enough for barriers, which have a fence of their own; a release costs a membar.gpu.
 BILLFISH_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -290,13 +280,6 @@ BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
         ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
-}
-
-// A block's shared memory to another's, both on multiples of 16 bytes; counted on that barrier.
-BILLFISH_DEVICE void copy_bulk_to_block(u32 to, u32 from, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-        " [%0], [%1], %2, [%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // -- time

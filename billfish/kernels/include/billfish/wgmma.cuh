@@ -22,12 +22,6 @@ BILLFISH_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Makes stores of other threads to shared memory, seen through a barrier, visible to the tensor
-// cores, which read it past the caches of threads.
-BILLFISH_DEVICE void fence_for_wgmma() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Moves registers of a block from warpgroups that copy to those that multiply.
 template <int kRegisters>
 BILLFISH_DEVICE void give_registers() {
@@ -102,10 +96,8 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
     }
 #define BILLFISH_WIDTHS(TAG, TYPE)                             \
-    BILLFISH_WGMMA(TAG, TYPE, 16, 8, 8, 9, 10, 11, 12)             \
     BILLFISH_WGMMA(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20)          \
     BILLFISH_WGMMA(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36)          \
-    BILLFISH_WGMMA(TAG, TYPE, 96, 48, 48, 49, 50, 51, 52)          \
     BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68)         \
     BILLFISH_WGMMA(TAG, TYPE, 256, 128, 128, 129, 130, 131, 132)
 

@@ -41,7 +41,6 @@ inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
     meet(warp.gate, 32);
 }
 inline float load_smem_float(u32 a) { return read<float>(a); }
-inline void store_smem_4(u32 a, float v) { write(smem_at(a, 4), &v, 4); }
 inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
 
 template <int kBarrier, int kThreads>
@@ -94,16 +93,10 @@ inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 b
 inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }
 inline u32 cluster_count() { return gridDim.x / cluster_size; }
-inline u32 cluster_blocks() { return cluster_size; }
 inline void cluster_arrive() { arrive_in_cluster(); }
 inline void cluster_wait() { wait_for_cluster(); }
 inline void store_remote(u32 to, float a, float b, u32 barrier) {
     begin_remote(to, a, b, barrier_at(barrier));
-}
-
-inline void copy_bulk_to_block(u32 to, u32 from, u32 bytes, u32 barrier) {
-    demand(bytes % 16 == 0 && from % 16 == 0, "bulk copy between blocks");
-    begin_bulk_remote(to, from, bytes, barrier_at(barrier));
 }
 
 inline u64 nanoseconds() { static u64 now = 0; return now += 100; }

@@ -9,7 +9,6 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int kPending>
 inline void wgmma_wait() {}
-inline void fence_for_wgmma() {}
 template <int kRegisters>
 inline void give_registers() {}
 template <int kRegisters>
