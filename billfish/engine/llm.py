@@ -120,9 +120,11 @@ class LLM:
         try:
             for request, one in zip(requests, params, strict=True):
                 self._worker.add(request, one, news.put)
-            unfinished = len(requests)
+            unfinished = {request.name for request in requests}
             while unfinished:
-                unfinished -= news.get().finished
+                output = news.get()
+                if output.finished:  # perhaps not yet when this was put: it may come again
+                    unfinished.discard(output.name)
         except BaseException:
             for request in requests:
                 self._worker.cancel(request.name)

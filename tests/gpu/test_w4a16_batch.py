@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import linear
 from w4a16_layers import DEVICE, op_of
 
+from billfish.errors import UserError
 from billfish.kernels.device import gpu
 from billfish.schemes.w4a16 import W4A16, batch, cuda
 from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp
@@ -81,6 +82,12 @@ def test_batch_invariance(size, dtype):
     for start, m in ((0, 1), (3, 2), (0, 8), (5, 17), (7, 33), (1, 64), (2, 100), (9, 129),
                      (0, 257), (11, 600), (100, 1024)):  # fmt: skip
         assert torch.equal(op(x[start : start + m], bias), whole[start : start + m]), (start, m)
+
+
+def test_an_invariant_layer_of_other_scales_says_so():
+    op, _ = op_of(InvariantOp, W4A16(4, 128), 128, 256, torch.bfloat16)
+    with pytest.raises(UserError, match="scales' type"):
+        op(torch.randn(4, 256, device=DEVICE).half())
 
 
 def test_a_captured_graph_has_its_own_place_to_meet():

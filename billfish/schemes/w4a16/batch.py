@@ -29,7 +29,7 @@ LEAST_STRIPE = 4  # tiles of 128 inputs, below which meeting costs more than it 
 
 # Of (tokens, bands): us that a block needs for 128 inputs when it is alone on its SM; two need
 # twice as long. And what it costs to leave sums and to collect them, for tiles of no size and for
-# each 32 tokens of 128 outputs. From timings on an H200.
+# each 32 tokens of 128 outputs. Read off a few dozen timings on an H200, not fitted.
 STAGE_US = {(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}
 MEETING_US, MEETING_MORE_US = 1.5, 1.0
 TABLE = Path(__file__).parent / "tuned.json"

@@ -231,6 +231,11 @@ def linear(
     if m == 0:
         return out
     how = plan(x.get_device(), n, k, kind, dtype)
+    if invariant and not how.batches:
+        raise UserError(
+            f"activations are {dtype}, scales of this layer {how.kind.scale_dtype}: an invariant "
+            "layer takes those of its scales' type. Load the model in that dtype."
+        )
     if bias is not None:
         bias = bias.to(x.device, dtype).contiguous()
     if not how.batches and m > how.most * MOST_SLICES:
