@@ -114,6 +114,9 @@ class Loaded:
             self.most_smem = gpu.smem_per_block - self.attributes.smem_bytes
             if self.most_smem > FREE_SMEM:
                 self._allow("MAX_DYNAMIC_SHARED_SIZE_BYTES", self.most_smem)
+            # All of an SM's memory as shared memory, for every kernel: one that preferred another
+            # split would have to wait until the SM is empty.
+            self._allow("PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
 
     def launch(
         self,

@@ -9,13 +9,14 @@ differently is refused in `of`, never run nearly right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from billfish.errors import UserError
+from billfish.models.joined import Product, gated, joined, side_by_side
+from billfish.schemes.base import GatedOp
 
 # (layer, q, k, v) -> (tokens, heads, head_dim). q is (tokens, heads, head_dim), k and v are
 # (tokens, kv_heads, head_dim); q and k are after RoPE and contiguous. v may be a view into a wider
@@ -98,18 +99,23 @@ class Decoder:
 
     def __init__(self, model: Any, shape: Shape) -> None:
         self.shape = shape
-        self._embed = model.model.embed_tokens
+        self.embed = model.model.embed_tokens
         self._rotary = model.model.rotary_emb
-        self._layers = list(model.model.layers)[: shape.layers]
-        self._norm = model.model.norm
-        self._head = model.lm_head
+        self.layers = list(model.model.layers)[: shape.layers]
+        self.norm = model.model.norm
+        self.head = model.lm_head
         # Fewer and larger products: on a CPU 90 of 210 calls a step are spared.
         self._qkv = [
-            _joined(layer.self_attn, "q_proj", "k_proj", "v_proj") for layer in self._layers
+            _one(layer.self_attn, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+            for layer in self.layers
         ]
-        self._gate_up = [_joined(layer.mlp, "gate_proj", "up_proj") for layer in self._layers]
-        self.dtype: torch.dtype = self._embed.weight.dtype
-        self.device: torch.device = self._embed.weight.device
+        self._gated = [_gated(layer.mlp) for layer in self.layers]
+        self._gate_up = [
+            op.both if op else _one(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+            for layer, op in zip(self.layers, self._gated, strict=True)
+        ]
+        self.dtype: torch.dtype = self.embed.weight.dtype
+        self.device: torch.device = self.embed.weight.device
 
     @classmethod
     def of(cls, model: Any) -> "Decoder":
@@ -148,71 +154,81 @@ class Decoder:
         positions: Tensor,  # (tokens,) int64, each in its own sequence
         attend: Attend,  # called once a layer, in order; must know which token is whose
     ) -> Tensor:  # (tokens, hidden), after the final norm
-        hidden: Tensor = self._embed(tokens)
-        cos, sin = self._rotary(hidden, positions[None])  # `hidden` tells it dtype and device
-        cos, sin = cos[0, :, None], sin[0, :, None]  # (tokens, 1, rotary dimensions)
+        hidden: Tensor = self.embed(tokens)
+        cos, sin = (table[:, None] for table in self.rope(positions))
         low, high = sin.chunk(2, -1)
         sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see _rotate
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             q, k, v = self._project(index, layer.input_layernorm(hidden))
             mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
             hidden = hidden + self._mlp(index, layer.post_attention_layernorm(hidden))
-        normed: Tensor = self._norm(hidden)
+        normed: Tensor = self.norm(hidden)
         return normed
+
+    @torch.no_grad()
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (tokens, rotary dimensions) each, in the model's dtype."""
+        like = self.embed.weight[:1]  # tells it dtype and device
+        cos, sin = self._rotary(like, positions[None])
+        return cos[0], sin[0]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # (rows, hidden) -> (rows, vocabulary) fp32
         """Of the rows that are sampled only: the head is the widest linear of the model."""
-        logits: Tensor = self._head(hidden)
+        logits: Tensor = self.head(hidden)
         return logits.float()
+
+    def qkv(self, index: int) -> Product:
+        """(tokens, hidden) -> (tokens, (heads + 2 kv_heads) * head_dim): q, k, v of a layer."""
+        return self._qkv[index]
+
+    def gate_up(self, index: int) -> Product:
+        """(tokens, hidden) -> (tokens, 2 * intermediate): all gates of a layer, then all ups."""
+        return self._gate_up[index]
+
+    def gated(self, index: int) -> Product | None:
+        """(tokens, hidden) -> (tokens, intermediate): silu(gate) * up of a layer, stored by the
+        product itself; None where no kernel does."""
+        return self._gated[index]
 
     def _project(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of one layer by heads, before RoPE."""
         heads, kv_heads, head_dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        attention = self._layers[index].self_attn
-        fused = self._qkv[index] or getattr(attention, "qkv_proj", None)
-        if fused is not None:
-            together = fused(x).unflatten(-1, (heads + 2 * kv_heads, head_dim))
-            q, k, v = together.split((heads, kv_heads, kv_heads), dim=1)
-        else:
-            q = attention.q_proj(x).unflatten(-1, (heads, head_dim))
-            k = attention.k_proj(x).unflatten(-1, (kv_heads, head_dim))
-            v = attention.v_proj(x).unflatten(-1, (kv_heads, head_dim))
+        attention = self.layers[index].self_attn
+        together = self.qkv(index)(x).view(len(x), heads + 2 * kv_heads, head_dim)
+        q, k, v = torch.split(together, [heads, kv_heads, kv_heads], dim=1)
         if hasattr(attention, "q_norm"):  # Qwen3: over each head
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
-        mlp, together = self._layers[index].mlp, self._gate_up[index]
-        if together is None:
-            out: Tensor = mlp(x)
+        mlp, gated = self.layers[index].mlp, self.gated(index)
+        if gated is not None:
+            y = gated(x)
         else:
-            gate, up = together(x).chunk(2, -1)
-            out = mlp.down_proj(mlp.act_fn(gate) * up)
+            gate, up = self.gate_up(index)(x).chunk(2, -1)
+            y = _act(mlp)(gate) * up
+        out: Tensor = mlp.down_proj(y)
         return out
 
 
-def _joined(module: nn.Module, *names: str) -> Callable[[Tensor], Tensor] | None:
-    """Dense linears of the same input as one; their weights become parts of the joined one, so that
-    nothing is stored twice. None if they are packed, or are not there (Phi-3 has joined ones)."""
-    linears = [getattr(module, name, None) for name in names]
-    dense = [linear for linear in linears if type(linear) is nn.Linear]
-    if len(dense) < len(names) or len({linear.bias is None for linear in dense}) > 1:
+def _one(module: nn.Module, fused: str, names: tuple[str, ...]) -> Product:
+    """The linears as one product: Phi-3 has them so, others are joined where that can be."""
+    own: Product | None = getattr(module, fused, None)
+    return own or joined(module, *names) or side_by_side(module, *names)
+
+
+def _gated(mlp: Any) -> GatedOp | None:
+    if type(_act(mlp)).__name__ not in ("SiLU", "SiLUActivation"):  # torch's, transformers'
         return None
-    joined = {}
-    for part in ("weight", "bias"):
-        if getattr(dense[0], part) is not None:
-            joined[part] = whole = torch.cat([getattr(linear, part).data for linear in dense])
-            row = 0
-            for linear in dense:
-                getattr(linear, part).data = whole[row : row + linear.out_features]
-                row += linear.out_features
-    return partial(_linear, joined["weight"], joined.get("bias"))
+    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    return gated(mlp, *names)
 
 
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, weight, bias)
+def _act(mlp: Any) -> Product:
+    act: Product = getattr(mlp, "activation_fn", None) or mlp.act_fn  # Phi-3's name, all others'
+    return act
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

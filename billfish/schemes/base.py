@@ -5,7 +5,7 @@ device; it takes canonical tensors (those of the checkpoint), arranges them once
 back unchanged. Nothing here knows a scheme by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -48,6 +48,35 @@ class LinearOp(Protocol):
 
     def nbytes(self) -> int:
         """Bytes it keeps in memory."""
+
+    @classmethod
+    def join(cls, ops: Sequence[Any]) -> "LinearOp | None":
+        """One op of this class for all the outputs of several, which take the same input: their
+        words lie in it one after the other and become views, so nothing is stored twice. None
+        where they do not fit together; then nothing has changed."""
+
+    @classmethod
+    def gate(cls, ops: Sequence[Any]) -> "GatedOp | None":
+        """A gate and an up layer (or one that is both, gates first) as an op that applies SwiGLU;
+        None where it has no kernel for it. The layers must run with its parts from then on."""
+
+
+class GatedOp(Protocol):
+    @property
+    def parts(self) -> Sequence[LinearOp]:
+        """An op for each layer that it was made of."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n / 2): silu(gate) * up, each rounded to x's dtype on its way."""
+
+    def both(self, x: Tensor) -> Tensor:
+        """(..., k) -> (..., n): all gates, then all ups."""
+
+
+def together(parts: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """One tensor of all parts, and the parts as views of it."""
+    whole = torch.cat(list(parts), dim)
+    return whole, list(torch.split(whole, [part.shape[dim] for part in parts], dim))
 
 
 def choose(

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 import billfish
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16 import W4A16, arrange, batch, cuda, stripe, tile
 from billfish.schemes.w4a16.batch import Cut
+from billfish.schemes.w4a16.gated import apart, interleaved
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -77,7 +78,9 @@ def bytes_of(tensor):
     return struct.pack("<Q", len(content)) + content
 
 
-def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None):
+def product(
+    compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None, gated=False
+):
     shape, records = arrange.pack(scheme, tensors)
     kind = cuda.Kind(kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
     (m, k), n, k_tiles = x.shape, shape.n, shape.k_tiles * shape.planes
@@ -100,11 +103,12 @@ def product(compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cu
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
     program = compiled(kernel, ",".join(map(str, names)), text)
-    numbers = (seed, m, n, x.shape[1], k_tiles, blocks, stages, smem, sms, cluster, whole)
+    sizes = (m, n, x.shape[1], k_tiles, blocks, stages, smem, sms, cluster, whole)
+    numbers = (seed, *sizes, int(gated))
     given = b"".join(map(bytes_of, (records, x, bias)))
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
-    return torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype).view(m, n)
+    return torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype).view(m, -1)
 
 
 def layer(n, k, scheme, dtype):
@@ -167,6 +171,49 @@ def test_batches(case, compiled):
         theirs = (x[:m].double() @ exact.to(dtype).double().T + bias.double() - wanted[:m]).norm()
         assert error < ONE_ROUNDING[dtype] + theirs / wanted[:m].norm(), (m, float(error))
         assert all(torch.equal(first, other) for other in others)
+
+
+# gates, k, scheme, dtype, cut (None: w4a16_decode), tokens
+GATED = [
+    (32, 256, W4A16(4, 128), BF16, None, (1, 8, 16)),
+    (72, 640, W4A16(4, 64, False), FP16, None, (2, 9)),  # ends in the middle of a warp's rows
+    (136, 384, W4A16(4, 32), BF16, None, (3, 15)),
+    (520, 256, W4A16(4, 128), FP16, None, (5, 11)),
+    (64, 256, W4A16(4, 128), FP16, Cut(32, 1, 0), (17, 40)),
+    (72, 1536, W4A16(4, 64, False), BF16, Cut(64, 1, 2), (61,)),
+    (264, 1664, W4A16(4, 128), BF16, Cut(32, 1, 1), (31,)),
+    (136, 1152, W4A16(4, 32, False), FP16, Cut(128, 2, 1), (70,)),
+]
+
+
+@pytest.mark.parametrize(
+    "case", GATED, ids=lambda case: f"{case[0]}x{case[1]}-{case[4] or 'decode'}"
+)
+def test_gated_products(case, compiled):
+    """What the product without it stores, gated with torch's operators."""
+    n, k, scheme, dtype, cut, tokens = case
+    both = [layer(n, k, scheme, dtype)[0], layer(n + 8, k, scheme, dtype)[0]]
+    both[1] = scheme.pack(
+        scheme.codes(both[1])[8:], both[1]["weight_scale"][8:], scheme.zeros(both[1])[8:]
+    )
+    x = layer(n, k, scheme, dtype)[1] / 2  # gates of some tens: silu takes all its shapes
+    tensors, kernel = interleaved(scheme, both), "batch" if cut else "decode"
+    weights = [scheme.dequantize(each).double() for each in both]
+    gate, up = (x.double() @ weight.T for weight in weights)
+    exact = silu(gate) * up
+    for m in tokens:
+        for seed in (1, 2):
+            y, plain = (
+                product(compiled, kernel, scheme, tensors, x[:m], None, 4, seed, None, cut, gated)
+                for gated in (True, False)
+            )
+            assert y.shape == (m, n) and y.isfinite().all()
+            gates, ups = apart(plain).chunk(2, -1)
+            wanted = silu(gates) * ups
+            assert (y == wanted).float().mean() > 0.99  # ties of rounding may fall elsewhere
+            torch.testing.assert_close(y, wanted, rtol=4 * ONE_ROUNDING[dtype], atol=1e-30)
+            error = (y.double() - exact[:m]).norm() / exact[:m].norm()
+            assert error < 4 * ONE_ROUNDING[dtype], (m, seed, float(error))
 
 
 @pytest.mark.parametrize("kernel", ["decode", "stripe", "batch"])

@@ -1,5 +1,6 @@
 """The engine's decoder against transformers' own forward pass, and the models it must refuse."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from billfish.errors import UserError
 from billfish.models.decoder import Decoder
 from billfish.models.linear import QuantLinear
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.reference import ReferenceOp
 
 CONFIGS = {
     **ARCHITECTURES,
@@ -230,6 +232,129 @@ def test_packed_linears(tmp_path, text, architecture):
     ).eval()
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
     assert_same(model)
+
+
+def packed(linear, scheme, dtype):
+    """A random weight of the same shape, rounded."""
+    n, k = linear.out_features, linear.in_features
+    layer = QuantLinear(scheme, n, k, bias=linear.bias is not None, dtype=dtype)
+    groups = layer.weight_scale.shape[1]
+    codes, zeros = torch.randint(2**scheme.bits, (n, k)), torch.randint(2**scheme.bits, (n, groups))
+    scales = (torch.rand(n, groups) * 0.02 + 0.001).to(dtype)
+    layer.set_tensors(scheme.pack(codes.byte(), scales, zeros.byte()))
+    if linear.bias is not None:
+        layer.bias.data = torch.randn(n).to(dtype)
+    return layer
+
+
+def packed_model(architecture, scheme, dtype, **changes):
+    model = tiny_model(architecture, dtype, **changes)
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, linear in module.named_children():
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(module, name, packed(linear, scheme, dtype))
+    return model
+
+
+SMOL = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "num_hidden_layers": 1}  # fmt: skip
+PACKED = {  # architecture, changes, whether layers line up
+    "smollm2": ("LlamaForCausalLM", SMOL, True),
+    "wide heads, biases": ("Qwen2ForCausalLM", {"head_dim": 32, "hidden_size": 128}, True),
+    "norms": ("Qwen3ForCausalLM", {"head_dim": 32}, True),
+    "keys of half a band": ("LlamaForCausalLM", {}, False),
+    "phi3": ("Phi3ForCausalLM", {}, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_linears_are_joined_and_stored_once(case, dtype):
+    architecture, changes, lines_up = PACKED[case]
+    model = packed_model(architecture, W4A16(4, 64, False), dtype, **changes)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(1, 20)[None]
+    logits = model(ids).logits
+    bytes_before = sum(m.nbytes() for m in model.modules() if isinstance(m, QuantLinear))
+    decoder = assert_same(model, TOLERANCE if dtype == torch.float32 else 0.05)
+    assert torch.equal(model(ids).logits, logits)  # of the modules themselves
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    modules = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    assert sum(m.nbytes() for m in modules) == bytes_before
+    storages = {m.op.words.untyped_storage().data_ptr() for m in modules}
+    each = {True: 4, False: 6, None: 4}[lines_up]  # q k v, o, gate up, down
+    assert len(storages) == each * len(model.model.layers)
+    x, shape = torch.randn(3, model.config.hidden_size, dtype=dtype), decoder.shape
+    for index, layer in enumerate(model.model.layers):
+        names = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+        wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        assert decoder.qkv(index)(x).shape == (3, wide)
+        assert decoder.gate_up(index)(x).shape == (3, 2 * model.config.intermediate_size)
+        for product, module in (("qkv", layer.self_attn), ("gate_up", layer.mlp)):
+            fused = getattr(module, f"{product}_proj", None)
+            with torch.no_grad():
+                parts = [fused] if fused else [getattr(module, name) for name in names[product]]
+                apart = torch.cat([part(x) for part in parts], -1)
+                got = getattr(decoder, product)(index)(x)
+            torch.testing.assert_close(got, apart, rtol=2**-7, atol=1e-4)
+            assert dtype == torch.float32 or torch.equal(got, apart)
+
+
+class Fused:
+    """An op that gates: the reference, and a product of both that applies SwiGLU."""
+
+    made = ()
+
+    def __init__(self, ops):
+        self.parts = [copy.copy(op) for op in ops]
+        self.made.append(self)
+
+    def both(self, x):
+        return torch.cat([part(x) for part in self.parts], -1)
+
+    def __call__(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_gated_products_are_used_where_an_op_has_them(architecture, monkeypatch):
+    monkeypatch.setattr(Fused, "made", [])
+    monkeypatch.setattr(ReferenceOp, "gate", Fused)
+    model = packed_model(architecture, W4A16(4, 64), torch.float32)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.arrange("reference")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    decoder = assert_same(model)
+    assert [decoder.gated(i) for i in range(3)] == Fused.made
+    for layer, made in zip(model.model.layers, Fused.made, strict=True):
+        linears = [
+            module for name, module in layer.mlp.named_children() if "gate" in name or "up" in name
+        ]
+        assert [linear.op for linear in linears] == made.parts
+    x = torch.randn(3, 64)
+    gate, up = decoder.gate_up(0)(x).chunk(2, -1)
+    assert torch.equal(decoder.gated(0)(x), torch.nn.functional.silu(gate) * up)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"mlp_bias": True}], ids=str)
+def test_other_activations_and_biases_are_not_gated(changes, monkeypatch):
+    monkeypatch.setattr(ReferenceOp, "gate", Fused)
+    model = packed_model("LlamaForCausalLM", W4A16(4, 64), torch.float32, **changes)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.arrange("reference")
+    assert assert_same(model).gated(0) is None
+
+
+def test_dense_linears_are_not_gated():
+    assert Decoder.of(tiny_model("LlamaForCausalLM")).gated(0) is None
 
 
 REFUSED = {

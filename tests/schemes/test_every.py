@@ -18,6 +18,8 @@ from billfish.models.linear import QuantLinear
 from billfish.schemes import SCHEMES
 from billfish.schemes.base import choose
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cpu import CpuOp
+from billfish.schemes.w4a16.cuda import CudaOp
 
 VARIANTS = {
     "w4a16": [
@@ -257,6 +259,71 @@ def test_canonical_survives_calls_and_the_sources_end(scheme, n, k):
         same(ready.canonical(), tensors)
         codes = sum(tensor.nbytes for name, tensor in tensors.items() if "packed" in name)
         assert ready.nbytes() >= codes
+
+
+# --- joined --------------------------------------------------------------------------------------
+
+
+def all_ops(scheme):
+    """Those that run here, and those of a GPU as far as they only arrange."""
+    arranges = scheme.group_size == -1 or scheme.group_size % 32 == 0
+    return [op for op in scheme.ops() if arranges or not issubclass(op, CudaOp)]
+
+
+@every_layer
+def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
+    """The same words once, the same outputs, and each op as it was."""
+    monkeypatch.setattr(CudaOp, "_prepare", lambda op: None)
+    each = [stored(scheme, rows, k) for rows in (128, 64, 33)]
+    for op in all_ops(scheme):
+        parts = [op(scheme, tensors) for tensors in each]
+        before = sum(part.nbytes() for part in parts)
+        whole = op.join(parts)
+        if scheme.has_g_idx or op.name == "reference":
+            assert whole is None
+            continue
+        assert type(whole) is op and whole.nbytes() == before
+        assert sum(part.nbytes() for part in parts) == before
+        for part, tensors in zip(parts, each, strict=True):
+            same(part.canonical(), tensors)
+        storages = {name: t.untyped_storage().data_ptr() for name, t in vars(whole).items()
+                    if isinstance(t, torch.Tensor)}  # fmt: skip
+        for part in parts:
+            for name, storage in storages.items():
+                assert getattr(part, name).untyped_storage().data_ptr() == storage, name
+        codes = torch.cat([scheme.codes(tensors) for tensors in each])
+        together = whole.canonical()
+        assert torch.equal(scheme.codes(together), codes)
+        assert torch.equal(scheme.dequantize(together)[128:192], scheme.dequantize(each[1]))
+        if op.name != "cpu":
+            continue
+        for m, dtype in ((1, torch.bfloat16), (5, torch.bfloat16), (50, torch.bfloat16),
+                         (5, torch.float32)):  # fmt: skip
+            x = torch.randn(m, k, generator=seeded(m, k)).to(dtype)
+            alone = [op(scheme, tensors)(x) for tensors in each]
+            expected = torch.cat(alone, dim=1)
+            assert all(map(torch.equal, (part(x) for part in parts), alone))
+            if dtype == torch.bfloat16 and m <= 40 and whole.sz is not None:  # sums along k alone
+                assert torch.equal(whole(x), expected)
+            else:  # the library may add in another order for another n
+                torch.testing.assert_close(whole(x), expected, rtol=2**-7, atol=1e-4)
+
+
+def test_ops_that_do_not_fit_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(CudaOp, "_prepare", lambda op: None)
+    scheme, k = W4A16(4, 32), 96
+    for op in (CpuOp, CudaOp):
+        for first, second in (
+            (stored(scheme, 33, k), stored(scheme, 64, k)),  # outputs that end within a band
+            (stored(scheme, 64, k), stored(scheme, 64, 256)),
+            (stored(scheme, 64, k), stored(scheme, 64, k, torch.float16)),
+        ):
+            parts = [op(scheme, first), op(scheme, second)]
+            assert op.join(parts) is None
+            same(parts[0].canonical(), first)
+            same(parts[1].canonical(), second)
+        other = op(W4A16(4, 96), stored(W4A16(4, 96), 64, k))
+        assert op.join([op(scheme, stored(scheme, 64, k)), other]) is None
 
 
 # --- refusals ------------------------------------------------------------------------------------

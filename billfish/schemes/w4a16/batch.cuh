@@ -17,6 +17,7 @@
 #pragma once
 
 #include "billfish/record.cuh"
+#include "billfish/warp.cuh"
 #include "billfish/wgmma.cuh"
 
 namespace billfish {
@@ -178,10 +179,25 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk w
     }
 }
 
-// Results of 16 outputs x kTokens of a warp, turned so that a token's outputs lie side by side.
+// silu(gate) * up of two numbers each, rounded after every operator as torch does.
+template <class T>
+BILLFISH_DEVICE u32 swiglu(u32 gate, u32 up) {
+    float silu[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float v = T::to_float(gate >> 16 * i & 0xffff);
+        silu[i] = __fdividef(v, 1.0f + exp2_fast(-1.4426950408889634f * v));
+    }
+    return T::mul(T::pack(silu[0], silu[1]), up);
+}
+
+// Results of 16 rows x kTokens of a warp, turned so that a token's outputs lie side by side. Gated:
+// a thread has gates r and their ups, rows r + 8, so that 8 outputs are left, in the first of a
+// token's two places. (n / 2 by itself would be kept in a register over all tiles, and spill.)
 template <class T, int kTokens>
 BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* bias, u16* out,
-                                   int m, int n, int token_0, int row_0, u32 turn, int lane) {
+                                   int m, int n, int token_0, int row_0, bool gated, u32 turn,
+                                   int lane) {
     float add[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
@@ -199,13 +215,14 @@ BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* b
             const int e = i * 8 + j / 2 * 4 + j % 2 * 2;
             pair[j] = T::pack(acc[e] + add[j % 2], acc[e + 1] + add[j % 2]);
         }
+        if (gated) pair[0] = swiglu<T>(pair[0], pair[1]), pair[2] = swiglu<T>(pair[2], pair[3]);
         store_matrices_turned(to, pair);
         __syncwarp();
         const uint4 v = load_smem_16(from);
         __syncwarp();
         const int token = token_0 + i * 16 + lane / 2;
-        if (token >= m || row >= n) continue;
-        u16* place = out + static_cast<u64>(token) * n + row;
+        if (token >= m || row >= n || (gated && lane % 2)) continue;
+        u16* place = out + ((static_cast<u64>(token) * n + row) >> gated);
         if (n % 8 == 0) {
             *reinterpret_cast<uint4*>(place) = v;
         } else {
@@ -261,13 +278,14 @@ struct MeetingPlace {
 // tokens, `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The
 // next kernel may start `early` where every SM has a block, or room for one only; else when all has
 // been fetched: its blocks would crowd on the SMs that are free, and wait for each other afterwards
-// (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38).
+// (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38). `gated`: of every 16 rows the first 8
+// are gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
             u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles, int whole,
-            int stages, bool early) {
+            int stages, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = BatchStage<kGroup, kAsymmetric, kTokens, kBands>;
     using R = Record<kGroup, kAsymmetric>;
@@ -361,7 +379,8 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         for (int band = 0; band < kBands; ++band)
             store_results<T, kTokens>(
                 acc[band], bias, out, m, n, place.m_tile * kTokens,
-                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16, turn, lane);
+                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16, gated, turn,
+                lane);
     }
 #endif
 }

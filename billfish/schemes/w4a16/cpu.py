@@ -11,14 +11,16 @@ Words are in the kernel's own order, so that both paths read the same bytes:
     h = 32 with AVX512, 16 with AVX2
 """
 
+from collections.abc import Sequence
+from copy import copy
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from billfish.schemes.base import Tensors
+from billfish.schemes.base import Tensors, together
 from billfish.schemes.w4a16 import columns
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class CpuOp:
             x = pad(x, (0, self.padded_k - self.k))
         x = x.contiguous() if self.planes == 1 else torch.cat([x, x], dim=1)
         words = self.words.view(self.padded_n, -1)
+        sz = sz.contiguous()  # a part of a joined layer has a view
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         y: Tensor = multiply(x, words, self.kernel_group, sz)
         return y if self.padded_n == self.n else y[:, : self.n].contiguous()
@@ -180,6 +183,29 @@ class CpuOp:
     def nbytes(self) -> int:
         kept = (self.words, self.sz, self.scales, self.zeros, self.g_idx, self.order)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    @classmethod
+    def join(cls, ops: Sequence["CpuOp"]) -> "CpuOp | None":
+        kinds = {(op.scheme, op.k, op._scales().dtype, op.sz is None) for op in ops}
+        whole = copy(ops[0])
+        if len(kinds) > 1 or whole.g_idx is not None or any(op.n % ROWS for op in ops[:-1]):
+            return None
+        whole.n, whole.padded_n = sum(op.n for op in ops), sum(op.padded_n for op in ops)
+        for name, dim in (
+            ("words", 0),
+            ("sz", 1),
+            ("scales", 1),
+            ("zeros", 1),
+        ):  # where outputs lie
+            if getattr(whole, name) is not None:
+                joined, parts = together([getattr(op, name) for op in ops], dim)
+                for op, part in zip((whole, *ops), (joined, *parts), strict=True):
+                    setattr(op, name, part)
+        return whole
+
+    @classmethod
+    def gate(cls, ops: Sequence[Any]) -> None:
+        """It has no such kernel."""
 
 
 def block_words(codes: Tensor, half: int) -> Tensor:  # (n, k) uint8 -> (n / 2h, k, h) uint8

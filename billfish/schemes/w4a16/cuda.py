@@ -8,129 +8,47 @@ Kernels are compiled when a layer is arranged, never during a capture.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
 from billfish.kernels import jit, meeting, tensor_map
 from billfish.kernels.device import gpu, index_of
-from billfish.kernels.jit import Program
-from billfish.kernels.launch import Kernel, Loaded
-from billfish.schemes.base import Tensors
+from billfish.kernels.launch import Loaded
+from billfish.schemes.base import Tensors, together
 from billfish.schemes.w4a16 import arrange, batch, columns, stripe, tile
+from billfish.schemes.w4a16.gated import RUN, Gated, apart, interleaved
+from billfish.schemes.w4a16.instances import (
+    BATCH_ARCH,
+    KINDS,
+    TYPES,
+    Kind,
+    batch_kernel,
+    few_kernel,
+    panel_kernel,
+    prepare,
+    programs,
+    runs_batches,
+    stripe_tokens,
+)
 
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
-HERE = Path(__file__).parent
-TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+__all__ = [
+    "BATCH_ARCH", "KINDS", "CudaOp", "InvariantOp", "Kind", "Plan", "StripeOp", "linear", "plan",
+    "prepare", "programs", "watched",
+]  # fmt: skip
 PANEL_THREADS = 256  # panel.cuh
 # Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
-BATCH_ARCH = "sm_90a"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What names an instance of the kernels, beside the activations' type."""
-
-    kernel: Literal["decode", "stripe"]
-    group: int  # of a record: 32, 64, 128
-    zeros: bool
-    planes: int
-    scale_dtype: torch.dtype
-
-    @property
-    def record_bytes(self) -> int:
-        groups = arrange.K // self.group
-        return arrange.WORDS * 4 + groups * (128 + (32 if self.zeros else 0))
-
-
-KINDS = [
-    Kind(kernel, group, zeros, planes, dtype)
-    for kernel in ("decode", "stripe")
-    for group in (32, 64, 128)
-    for zeros in (False, True)
-    for planes in (1, 2)
-    for dtype in TYPES
-]
-
-
-@functools.cache
-def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
-    """For up to 16 tokens."""
-    return _kernel(kind.kernel, kind, dtype, tokens, bands)
-
-
-@functools.cache
-def batch_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
-    return _kernel("batch", kind, dtype, tokens, bands)
-
-
-@functools.cache
-def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
-    return _kernel("panel", kind, dtype, kind.planes)
-
-
-def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
-    types = [TYPES[dtype]] if name == "batch" else [TYPES[dtype], TYPES[kind.scale_dtype]]
-    arguments = ", ".join(map(str, (*types, kind.group, str(kind.zeros).lower(), *numbers)))
-    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
-
-
-def rounds_once(kind: Kind, dtype: torch.dtype) -> bool:
-    """Whether kernels that decode weights in registers round them once: codes of one plane, and
-    scales of x's type. w4a16_batch does so, and w4a16_stripe past 16 tokens."""
-    return kind.planes == 1 and kind.scale_dtype == dtype
-
-
-def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
-    return rounds_once(kind, dtype) and kind.kernel == "decode" and arch == BATCH_ARCH
-
-
-def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
-    most = max(stripe.BANDS) if rounds_once(kind, dtype) else tile.MOST_TOKENS
-    return [tokens for tokens in stripe.BANDS if tokens <= most]
-
-
-def kind_of(scheme: "W4A16", kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
-    k = scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
-    shape = arrange.shape_of(scheme, 1, k, scale_dtype)
-    return Kind(kernel, shape.record_group, shape.zeros, shape.planes, scale_dtype)
-
-
-def programs(scheme: "W4A16", dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
-    """Every kernel that a layer of this scheme and a model in `dtype` can need on such a GPU."""
-    hopper = int(arch.removeprefix("sm_").rstrip("a")) >= 90
-    kind = kind_of(scheme, "decode" if hopper else "stripe", dtype)
-    if hopper:
-        kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in (1, 2, 4)]
-    else:
-        tokens = stripe_tokens(kind, dtype)
-        kernels = [few_kernel(kind, dtype, t, stripe.BANDS[t]) for t in tokens]
-    if runs_batches(kind, dtype, arch):
-        kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.STAGE_US]
-    return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))
-
-
-def prepare(
-    schemes: Iterable["W4A16"],
-    dtype: torch.dtype,
-    device: torch.device,
-    say: Callable[[str], None] | None = None,
-) -> None:
-    """Compile what layers of these schemes will need, side by side; a no-op once it is cached."""
-    if dtype in TYPES:
-        arch = gpu(device).arch
-        needed = {p: None for scheme in schemes for p in programs(scheme, dtype, arch)}
-        jit.build_all(list(needed), arch, say)
 
 
 class Plan:
@@ -152,7 +70,14 @@ class Plan:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
     def batch(
-        self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, invariant: bool
+        self,
+        x: Tensor,
+        records: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        m: int,
+        invariant: bool,
+        gated: bool = False,
     ) -> None:
         how = self.cuts.get((m, invariant))
         if how is None:
@@ -167,7 +92,7 @@ class Plan:
             sums, locks = left[0].data_ptr(), left[1].data_ptr()
         arguments = (records.data_ptr(), rows, 0 if bias is None else bias.data_ptr(),
                      out.data_ptr(), sums, locks, m, self.n, how.m_tiles, how.n_tiles, self.k_tiles,
-                     how.whole, how.stages, how.early)  # fmt: skip
+                     how.whole, how.stages, how.early, gated)  # fmt: skip
         kernel = self.batches[cut.tokens, cut.bands]
         kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, pdl=True)
 
@@ -176,9 +101,11 @@ class Plan:
         kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
+        def run(
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+        ) -> None:
             arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                         out.data_ptr(), m, n, x_k, k_tiles, how.stages)  # fmt: skip
+                         out.data_ptr(), m, n, x_k, k_tiles, how.stages, gated)  # fmt: skip
             kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
 
         return run
@@ -191,7 +118,10 @@ class Plan:
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
         sums = arrange.N * tokens * bands
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
+        def run(
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+        ) -> None:
+            assert not gated
             workspace, locks = meeting.place(index, gpu(index).sms * sums, gpu(index).sms)
             arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
                          out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
@@ -216,9 +146,17 @@ def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
 
 
 def linear(
-    x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int, invariant: bool
+    x: Tensor,
+    records: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    kind: int,
+    invariant: bool,
+    gated: bool = False,
 ) -> Tensor:
-    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel."""
+    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel.
+    `gated`: (..., n / 2), silu(gate) * up of rows that lie as gated.py has them, without bias."""
     shape, dtype = x.shape, x.dtype
     if dtype not in TYPES:
         raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
@@ -226,11 +164,14 @@ def linear(
         raise ValueError(f"activations have {shape[-1]} columns, the layer takes {k}")
     if x.device != records.device:
         raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
-    out = x.new_empty((*shape[:-1], n))
+    out = x.new_empty((*shape[:-1], n // 2 if gated else n))
     m = x.numel() // k
     if m == 0:
         return out
     how = plan(x.get_device(), n, k, kind, dtype)
+    if gated and not how.batches:  # x of another type than the scales
+        gate, up = apart(linear(x, records, bias, n, k, kind, invariant)).chunk(2, -1)
+        return silu(gate).mul_(up)
     if invariant and not how.batches:
         raise UserError(
             f"activations are {dtype}, scales of this layer {how.kind.scale_dtype}: an invariant "
@@ -247,20 +188,20 @@ def linear(
     if x.data_ptr() % 16:
         x = x.clone()
     if invariant:
-        rows, outs = x.view(m, -1), out.view(m, n)
+        rows, outs = x.view(m, -1), out.view(m, -1)
         for start in range(0, m, batch.MOST_INVARIANT):
             some = rows[start : start + batch.MOST_INVARIANT]
-            how.batch(some, records, bias, outs[start:], len(some), True)
+            how.batch(some, records, bias, outs[start:], len(some), True, gated)
     elif m <= tile.MOST_TOKENS:
-        how.few[8 if m <= 8 else 16](x, records, bias, out, m)
+        how.few[8 if m <= 8 else 16](x, records, bias, out, m, gated)
     elif how.batches:
-        how.batch(x, records, bias, out, m, False)
+        how.batch(x, records, bias, out, m, False, gated)
     else:
         rows, outs = x.view(m, -1), out.view(m, n)
         for start in range(0, m, how.most):
             some = rows[start : start + how.most]
             tokens = min(each for each in how.few if each >= len(some))
-            how.few[tokens](some, records, bias, outs[start:], len(some))
+            how.few[tokens](some, records, bias, outs[start:], len(some), False)
     return out
 
 
@@ -280,7 +221,7 @@ def _many(x: Tensor, records: Tensor, bias: Tensor | None, how: Plan, out: Tenso
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind, "
-    "bool invariant) -> Tensor"
+    "bool invariant, bool gated=False) -> Tensor"
 )
 _library.impl("w4a16_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 _operator = torch.ops.billfish.w4a16_linear.default
@@ -288,9 +229,16 @@ _operator = torch.ops.billfish.w4a16_linear.default
 
 @torch.library.register_fake("billfish::w4a16_linear", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(
-    x: Tensor, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int, invariant: bool
+    x: Tensor,
+    records: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    kind: int,
+    invariant: bool,
+    gated: bool = False,
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
+    return x.new_empty(*x.shape[:-1], n // 2 if gated else n)
 
 
 def watched(x: Tensor) -> bool:
@@ -340,6 +288,10 @@ class CudaOp:
         shape = self.shape
         kind = Kind(self.kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
         self.kind = KINDS.index(kind)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        shape = self.shape
         # A kernel fetches weights before it waits for earlier kernels: these must have ended.
         torch.cuda.current_stream(self.records.device).synchronize()
         plan(index_of(self.records.device), shape.n, shape.k, self.kind, shape.scale_dtype)
@@ -353,12 +305,12 @@ class CudaOp:
         self.inner = replace(self.scheme, has_g_idx=False, group_size=size)
         return self.inner.pack(codes[:, self.order], scales, self.scheme.zeros(tensors))
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         if self.order is not None:
             x = x[..., self.order]
         call = _operator if watched(x) else linear
         shape = self.shape
-        y: Tensor = call(x, self.records, bias, shape.n, shape.k, self.kind, self.invariant)
+        y: Tensor = call(x, self.records, bias, shape.n, shape.k, self.kind, self.invariant, gated)
         return y
 
     def canonical(self) -> dict[str, Tensor]:
@@ -373,6 +325,33 @@ class CudaOp:
     def nbytes(self) -> int:
         kept = (self.records, self.g_idx, self.order)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    @classmethod
+    def join(cls, ops: Sequence[Self]) -> Self | None:
+        # Bands of 64 outputs must line up.
+        if not _alike(ops) or any(op.shape.n % arrange.N for op in ops[:-1]):
+            return None
+        whole = copy(ops[0])
+        whole.shape = replace(whole.shape, n=sum(op.shape.n for op in ops))
+        whole.records, parts = together([op.records for op in ops])
+        whole._prepare()
+        for op, part in zip(ops, parts, strict=True):
+            op.records = part
+        return whole
+
+    @classmethod
+    def gate(cls, ops: Sequence[Self]) -> Gated | None:
+        sizes, device = [op.shape.n for op in ops], ops[0].records.device
+        runs = runs_batches(KINDS[ops[0].kind], ops[0].shape.scale_dtype, gpu(device).arch)
+        if not runs or not _alike(ops) or len(set(sizes)) > 1 or sum(sizes) % (2 * RUN):
+            return None
+        whole = cls(ops[0].scheme, interleaved(ops[0].scheme, [op.canonical() for op in ops]))
+        return Gated.of(whole, sizes)
+
+
+def _alike(ops: Sequence[CudaOp]) -> bool:
+    kinds = {(op.scheme, op.records.device, replace(op.shape, n=0)) for op in ops}
+    return len(kinds) == 1 and ops[0].g_idx is None
 
 
 class StripeOp(CudaOp):

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "billfish/record.cuh"
+#include "billfish/warp.cuh"
 
 namespace billfish {
 
@@ -85,6 +86,18 @@ struct Worker {
     }
 };
 
+// silu(gate) * up of two numbers each, rounded after every operator as torch does.
+template <class T>
+BILLFISH_DEVICE u32 swiglu(u32 gate, u32 up) {
+    float silu[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float v = T::to_float(gate >> 16 * i & 0xffff);
+        silu[i] = __fdividef(v, 1.0f + exp2_fast(-1.4426950408889634f * v));
+    }
+    return T::mul(T::pack(silu[0], silu[1]), up);
+}
+
 // A block with nothing to do stays about as long as others need: an SM with both places free would
 // get two blocks of one of the next kernels, which then wait for that SM (9.4 us became 13.3 for
 // 14336 x 4096, where 64 bands meet 66 clusters). A record takes 128 ns of an SM's bandwidth.
@@ -97,12 +110,13 @@ BILLFISH_DEVICE void linger(int records) {
 #endif
 
 // `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
-// last tile: codes of more than 4 bits are two planes of nibbles along k.
+// last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
+// the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
-             int k_tiles, int stages) {
+             int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kSlices = Stage::kSlices;
@@ -273,13 +287,21 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         barrier_wait(barrier, pass >> 1 & 1);
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
-            if (row >= rows || first + row >= n) continue;
+            if (row >= rows) continue;  // all lanes: rows are a multiple of 32
             float part[kCluster * kSlices], total = 0;
 #pragma unroll
             for (int i = 0; i < kCluster * kSlices; ++i)
                 part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
 #pragma unroll
             for (int i = 0; i < kCluster * kSlices; ++i) total += part[i];
+            if (gated) {  // n is a multiple of 16. As n / 2 it would be kept in a register: spills
+                const float up = shuffle_xor(total, 8);
+                const u32 y = swiglu<T>(T::from_float(total), T::from_float(up));
+                if (me.lane % 16 < 8 && first + row < n)
+                    out[(static_cast<u64>(token) * n + first + row & ~15ull) / 2 + row % 8] = y;
+                continue;
+            }
+            if (first + row >= n) continue;
             if (bias != nullptr) total += T::to_float(bias[first + row]);
             out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
         }

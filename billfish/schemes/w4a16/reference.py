@@ -1,6 +1,7 @@
 """The oracle op of w4a16: decode, then an fp64 matmul. Obviously right, slow, runs anywhere."""
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,3 +32,11 @@ class ReferenceOp:
 
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def join(cls, ops: Sequence[Any]) -> None:
+        """It keeps canonical tensors as they came, and is in no hurry."""
+
+    @classmethod
+    def gate(cls, ops: Sequence[Any]) -> None:
+        """It has no such kernel."""

@@ -1,78 +1,16 @@
-// One kernel on the emulated GPU: SEED m n x_k k_tiles grid stages smem sms cluster whole < inputs > outputs.
-// KERNEL, THREADS and WITH_* come from the compiler's command line.
+// One kernel on the emulated GPU: SEED m n x_k k_tiles grid stages smem sms cluster whole gated < inputs
+// > outputs. KERNEL, THREADS and WITH_* come from the compiler's command line.
+#define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
-#include <unistd.h>
-
-namespace billfish { unsigned char smem[1]; }
-
-static std::function<void()> the_body;
-static void begin_fiber() {
-    the_body();
-    current->done = true;
-    ++current->block->ended;
-    yield();
-}
-
-void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body) {
-    the_body = body;
-    blocks.clear(), flying.clear(), cluster_arrivals.clear();
-    gridDim = {grid_x, grid_y};
-    std::vector<Fiber> fibers(grid_x * grid_y * threads);
-    for (u32 b = 0; b < grid_x * grid_y; ++b) {
-        Block& block = blocks.emplace_back();
-        block.threads = threads;
-        block.smem.assign(smem_bytes, 0xff);
-        block.warps.resize(threads / 32), block.groups.resize(threads / 128 + 1);
-        for (u32 t = 0; t < threads; ++t) {
-            Fiber& fiber = fibers[b * threads + t];
-            fiber.block = &block, fiber.thread = t, fiber.index = b, fiber.stack.resize(1 << 16);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = nullptr;
-            makecontext(&fiber.context, begin_fiber, 0);
-        }
-    }
-    const u32 warps = fibers.size() / 32;
-    std::vector<u32> alive(warps);
-    for (u32 w = 0; w < warps; ++w) alive[w] = w;
-    for (u64 turns = 0; !alive.empty(); ++turns) {
-        demand(turns < 40'000'000, "somebody waits for ever");
-        if (!flying.empty() && lot() % 4 == 0) {
-            const u32 i = lot() % flying.size();
-            auto land = std::move(flying[i]);
-            flying[i] = std::move(flying.back()), flying.pop_back();
-            land();
-            continue;
-        }
-        const u32 pick = lot() % alive.size(), w = alive[pick];
-        bool some = false;
-        for (u32 t = 0; t < 32; ++t) {
-            Fiber& fiber = fibers[w * 32 + t];
-            if (fiber.done) continue;
-            some = true, current = &fiber;
-            threadIdx = {fiber.thread, 0}, blockIdx = {fiber.index % grid_x, fiber.index / grid_x};
-            swapcontext(&scheduler, &fiber.context);
-        }
-        if (!some) alive[pick] = alive.back(), alive.pop_back();
-    }
-    demand(flying.empty(), "copies that nobody waited for");
-}
-
-static std::vector<unsigned char> take() {  // length, then bytes; on a multiple of 16
-    u64 length = 0;
-    demand(fread(&length, 8, 1, stdin) == 1, "input");
-    std::vector<unsigned char> bytes(length + 16);
-    demand(fread(bytes.data(), 1, length, stdin) == length, "input");
-    return bytes;
-}
+#include "launch.h"
 
 int main(int, char** arguments) {
     lot.seed(atoi(arguments[1]));
-    int v[10];
-    for (int i = 0; i < 10; ++i) v[i] = atoi(arguments[i + 2]);
-    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster, whole] = v;
+    int v[11];
+    for (int i = 0; i < 11; ++i) v[i] = atoi(arguments[i + 2]);
+    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster, whole, gated] = v;
+    const int results = m * (gated ? n / 2 : n);
     cluster_size = cluster;
     std::vector<unsigned char> records = take(), x = take(), bias = take();
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
@@ -81,7 +19,7 @@ int main(int, char** arguments) {
         source_end[i] = source_begin[i] + inputs[i]->size() - 16;
     }
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
-    std::vector<u16> out(m * n + 64, 0xfffe);
+    std::vector<u16> out(results + 64, 0xfffe);
     std::vector<float> workspace(max(grid, sms) * 256 * 128, NAN);
     std::vector<u32> locks(max(grid, sms) * 8, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
@@ -93,12 +31,12 @@ int main(int, char** arguments) {
         const int wide = 128 * BANDS;
         const TensorMap map{(const u16*)x.data(), m, x_k, TOKENS};
         KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
-               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true);
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true, gated);
 #else
-        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages);
+        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages, gated);
 #endif
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");
-    for (int i = m * n; i < m * n + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
-    fwrite(out.data(), 2, m * n, stdout);
+    for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
+    fwrite(out.data(), 2, results, stdout);
 }

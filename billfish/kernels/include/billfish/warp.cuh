@@ -1,0 +1,94 @@
+// What lanes of a warp tell each other, and the quick functions of the special unit.
+#pragma once
+
+#include "billfish/ptx.cuh"
+
+namespace billfish {
+
+// The value of the lane whose number differs in the bits of `mask`; all 32 lanes take part.
+BILLFISH_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+BILLFISH_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+
+// The value of one lane.
+BILLFISH_DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
+BILLFISH_DEVICE float shuffle(float v, int lane) { return __shfl_sync(~0u, v, lane); }
+
+// Which lanes say yes, a bit each.
+BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
+
+BILLFISH_DEVICE int count_yes(bool yes) { return __popc(ballot(yes)); }
+
+BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
+
+// 16 bytes that an earlier kernel may just have written: past the read-only path.
+BILLFISH_DEVICE uint4 load_global_bits_16(const void* pointer) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+    return v;
+}
+
+// 16 bytes of a table that was there before this kernel was launched.
+BILLFISH_DEVICE uint4 load_table_16(const uint4* pointer) { return __ldg(pointer); }
+
+// Over lanes that differ in bits below kSpan, from bit kStep on: all of them get the result.
+template <int kSpan = 32, int kStep = 1>
+BILLFISH_DEVICE float sum_over(float v) {
+#pragma unroll
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v += shuffle_xor(v, mask);
+    return v;
+}
+template <int kSpan = 32, int kStep = 1>
+BILLFISH_DEVICE float max_over(float v) {
+#pragma unroll
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v = fmaxf(v, shuffle_xor(v, mask));
+    return v;
+}
+template <int kSpan = 32, int kStep = 1>
+BILLFISH_DEVICE float min_over(float v) {
+#pragma unroll
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v = fminf(v, shuffle_xor(v, mask));
+    return v;
+}
+
+// An 8 x 8 matrix of 16-bit numbers, lane l holding two neighbours of row l / 4, turned: how sums
+// of one product become the B fragment of the next.
+BILLFISH_DEVICE u32 turn_matrix(u32 v) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(v));
+    return turned;
+}
+
+// 2^x, 2 units in the last place; exactly 0 for -inf.
+BILLFISH_DEVICE float exp2_fast(float x) {
+    float v;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+    return v;
+}
+// log2 x, absolute error 2^-22; -inf for 0.
+BILLFISH_DEVICE float log2_fast(float x) {
+    float v;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+    return v;
+}
+BILLFISH_DEVICE float reciprocal_fast(float x) {
+    float v;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+    return v;
+}
+BILLFISH_DEVICE float rsqrt_fast(float x) {
+    float v;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+    return v;
+}
+
+// Adds, and tells what was there; all that this thread has stored before is visible to whoever sees
+// the sum, and what others had stored before theirs is to this thread.
+BILLFISH_DEVICE u32 add_acq_rel(u32* pointer, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(pointer), "r"(value) : "memory");
+    return before;
+}
+
+}  // namespace billfish

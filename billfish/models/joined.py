@@ -1,0 +1,73 @@
+"""Linears of one input as one product: fewer and larger calls, and no weight stored twice.
+
+The linears become views of the joined weights and stay what they were: they run, move and save as
+before. What cannot be joined stays as it is, and the caller is told by a None.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from billfish.models.linear import QuantLinear
+from billfish.schemes.base import GatedOp, LinearOp, together
+
+Product = Callable[[Tensor], Tensor]  # (..., k) -> (..., n of all)
+
+
+def joined(module: nn.Module, *names: str) -> Product | None:
+    """The outputs of these linears one after the other, dense or packed; None where they are of
+    different kinds, or packed in a way that does not line up."""
+    linears = [getattr(module, name) for name in names]
+    kinds = {(type(linear), linear.bias is None) for linear in linears}
+    if len(kinds) > 1:
+        return None
+    if type(linears[0]) is nn.Linear:
+        weight: Any = _share(linears, "weight")
+        return partial(nn.functional.linear, weight=weight, bias=_share(linears, "bias"))
+    op = _packed(linears) if type(linears[0]) is QuantLinear else None
+    return op and partial(op, bias=_share(linears, "bias"))
+
+
+def gated(module: nn.Module, *names: str) -> GatedOp | None:
+    """silu(gate) * up in one product, where their op has a kernel for it and there is no bias; of
+    two packed linears, or of one that is both."""
+    linears = [getattr(module, name) for name in names]
+    if any(type(linear) is not QuantLinear or linear.bias is not None for linear in linears):
+        return None
+    ops = _ops(linears)
+    op: GatedOp | None = type(ops[0]).gate(ops) if len(set(map(type, ops))) == 1 else None
+    if op is not None:
+        for linear, part in zip(linears, op.parts, strict=True):
+            linear.op = part
+    return op
+
+
+def side_by_side(module: nn.Module, *names: str) -> Product:
+    """The same as `joined`, one linear after the other."""
+    linears = [getattr(module, name) for name in names]
+    return lambda x: torch.cat([linear(x) for linear in linears], -1)
+
+
+def _packed(linears: list[QuantLinear]) -> LinearOp | None:
+    ops = _ops(linears)
+    return type(ops[0]).join(ops) if len(set(map(type, ops))) == 1 else None
+
+
+def _ops(linears: list[QuantLinear]) -> list[Any]:
+    for linear in linears:
+        if linear.op is None:
+            linear.arrange(linear.asked)
+    return [linear.op for linear in linears]
+
+
+def _share(linears: list[Any], part: str) -> Tensor | None:
+    """Their weights or biases in one tensor; theirs are views of it from now on."""
+    if getattr(linears[0], part) is None:
+        return None
+    whole, views = together([getattr(linear, part).data for linear in linears])
+    for linear, view in zip(linears, views, strict=True):
+        getattr(linear, part).data = view
+    return whole

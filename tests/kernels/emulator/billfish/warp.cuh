@@ -1,0 +1,60 @@
+// The wrappers of kernels/include/billfish/warp.cuh on a CPU.
+#pragma once
+
+#include "billfish/ptx.cuh"
+
+namespace billfish {
+
+inline u32 shuffle(u32 v, int lane) {
+    Warp& warp = current->warp();
+    warp.rows[current->thread % 32] = v;
+    meet(warp.gate, 32);
+    const u32 got = warp.rows[lane & 31];
+    meet(warp.gate, 32);
+    return got;
+}
+inline u32 bits_of(float v) { u32 b; memcpy(&b, &v, 4); return b; }
+inline float shuffle(float v, int lane) { return __uint_as_float(shuffle(bits_of(v), lane)); }
+inline u32 shuffle_xor(u32 v, int mask) { return shuffle(v, (current->thread % 32) ^ mask); }
+inline float shuffle_xor(float v, int mask) { return shuffle(v, (current->thread % 32) ^ mask); }
+inline u32 ballot(bool yes) {
+    u32 all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (shuffle((u32)yes, lane) & 1) << lane;
+    return all;
+}
+inline int count_yes(bool yes) { return __builtin_popcount(ballot(yes)); }
+inline uint4 load_table_16(const uint4* p) { return *p; }
+inline u32 float_bits(float v) { return bits_of(v); }
+inline uint4 load_global_bits_16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+template <int kSpan = 32, int kStep = 1>
+inline float sum_over(float v) {
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v += shuffle_xor(v, mask);
+    return v;
+}
+template <int kSpan = 32, int kStep = 1>
+inline float max_over(float v) {
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v = fmaxf(v, shuffle_xor(v, mask));
+    return v;
+}
+template <int kSpan = 32, int kStep = 1>
+inline float min_over(float v) {
+    for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v = fminf(v, shuffle_xor(v, mask));
+    return v;
+}
+inline u32 turn_matrix(u32 v) {
+    const int lane = current->thread % 32;
+    u32 got = 0;
+    for (int j = 0; j < 2; ++j) {  // element (row lane / 4, column lane % 4 * 2 + j) of the turned one
+        const int row = lane % 4 * 2 + j, column = lane / 4;
+        const u32 word = shuffle(v, row * 4 + column / 2);
+        got |= (word >> column % 2 * 16 & 0xffff) << 16 * j;
+    }
+    return got;
+}
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float log2_fast(float x) { return log2f(x); }
+inline float reciprocal_fast(float x) { return 1 / x; }
+inline float rsqrt_fast(float x) { return 1 / sqrtf(x); }
+inline u32 add_acq_rel(u32* p, u32 v) { yield(); const u32 before = *p; *p += v; return before; }
+
+}  // namespace billfish
