@@ -4,7 +4,9 @@
              <- texts      <- detokenizer, stops        <- chosen tokens           <-
 
 A step mixes prompts and decodes under a budget of tokens. Whatever goes wrong in a step ends the
-requests that were in it, never the engine.
+requests that were in it, never the engine. Where the device works by itself, tokens of one step
+become text while the next is under way; a stop string then ends a text one token late, which is
+dropped.
 """
 
 import itertools
@@ -15,13 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from billfish.engine.attention import Batch, PagedAttention
-from billfish.engine.cache import Cache
 from billfish.engine.pages import Pages
+from billfish.engine.runner import Runner
 from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
-from billfish.models.decoder import Decoder
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -72,21 +72,20 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        runner: Runner,
         tokenizer: Any,
-        cache: Cache,
         pages: Pages,
         eos: frozenset[int],
         budget: int,
         most_sequences: int,
         most_tokens: int,
     ) -> None:
-        self.decoder, self.tokenizer, self.eos = decoder, tokenizer, eos
+        self.runner, self.decoder = runner, runner.decoder
+        self.tokenizer, self.eos = tokenizer, eos
         self.pages, self.most_tokens = pages, most_tokens
         self.scheduler = Scheduler(pages, budget, most_sequences)
-        shape = decoder.shape
-        self.attention = PagedAttention(cache, shape.scale, shape.windows)
         self.runs: dict[str, _Run] = {}
+        self._late: list[tuple[_Run, Chosen]] = []  # tokens whose text is to be written
         self._salts = itertools.count(1)
 
     @property
@@ -126,57 +125,48 @@ class Engine:
                 self._fail(run, RuntimeError("the scheduler finds nothing that it could run"))
             return _once(run.request for run in runs)
         asking = [piece for piece in pieces if piece.samples]
+        news: list[_Run] = []
         try:
-            hidden, starts = self._hidden(pieces)
-            self._score(hidden, starts, pieces)
+            logits = self._logits(pieces)
+            news += self._write_late()  # while the device works
             self.scheduler.ran(pieces)
-            runs = [self.runs[piece.sequence.name] for piece in asking]
-            last = [start + piece.count - 1 for start, piece in zip(starts, pieces, strict=True)
-                    if piece.samples]  # fmt: skip
-            chosen = choose(self.decoder.logits(hidden[last]), [r.chooser for r in runs])
+            # What has ended meanwhile draws nothing.
+            rows = [row for row, one in enumerate(asking) if one.sequence.name in self.runs]
+            going = [self.runs[asking[row].sequence.name] for row in rows]
+            logits = logits if len(rows) == len(asking) else logits[rows]
+            chosen = choose(logits, [run.chooser for run in going])
         except Exception as error:  # memory, or a mistake of ours: the others go on
-            runs = [self.runs[piece.sequence.name] for piece in pieces]
-            for run in runs:
+            names = [piece.sequence.name for piece in pieces]
+            failed = [self.runs[name] for name in names if name in self.runs]
+            for run in failed:
                 self._fail(run, error)
-            return _once(run.request for run in runs)
-        for run, one in zip(runs, chosen, strict=True):
+            return _once(run.request for run in (*news, *failed))
+        for run, one in zip(going, chosen, strict=True):
             try:
                 if isinstance(one, Exception):
                     raise one
                 self._take(run, one)
             except Exception as error:
                 self._fail(run, error)
-        return _once(run.request for run in runs)
+        if not self.runner.asynchronous:
+            news += self._write_late()
+        ended = (run for run in going if run.completion.finish_reason is not None)
+        return _once(run.request for run in (*news, *ended))
 
-    @torch.inference_mode()
-    def _hidden(self, pieces: Many[Piece]) -> tuple[Tensor, list[int]]:
-        """(tokens, hidden) of one flat batch, and where each piece begins."""
-        device, size = self.decoder.device, self.pages.tokens
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts: list[int] = []
-        for piece in pieces:
-            sequence, end = piece.sequence, piece.start + piece.count
-            starts.append(len(tokens))
-            tokens += sequence.part(piece.start, end)
-            positions += range(piece.start, end)
-            slots += [sequence.pages[i // size] * size + i % size for i in range(piece.start, end)]
-        batch = Batch(
-            starts=starts,
-            counts=[piece.count for piece in pieces],
-            lengths=[piece.start + piece.count for piece in pieces],
-            pages=[torch.tensor(piece.sequence.pages, device=device) for piece in pieces],
-            slots=torch.tensor(slots, device=device),
-        )
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention(layer, q, k, v, batch)
-
-        hidden = self.decoder.forward(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend
-        )
-        return hidden, starts
+    def _logits(self, pieces: Many[Piece]) -> Tensor:
+        """Of the pieces that sample; scores of prompts on the way."""
+        runs = [self.runs[piece.sequence.name] for piece in pieces]
+        if all(
+            piece.count == 1 and piece.samples and run.request.prompt_logprobs is None
+            for piece, run in zip(pieces, runs, strict=True)
+        ):
+            return self.runner.decode(pieces)
+        hidden = self.runner.hidden(pieces)
+        starts = list(itertools.accumulate((piece.count for piece in pieces[:-1]), initial=0))
+        self._score(hidden, starts, pieces)
+        last = [start + piece.count - 1 for start, piece in zip(starts, pieces, strict=True)
+                if piece.samples]  # fmt: skip
+        return self.decoder.logits(hidden[last])
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, starts: list[int], pieces: Many[Piece]) -> None:
@@ -195,23 +185,41 @@ class Engine:
                 scores += logprobs.gather(1, wanted)[:, 0].tolist()
 
     def _take(self, run: _Run, chosen: Chosen) -> None:
-        """A token more; its text, and whether it was the last."""
+        """A token more, and whether it was the last."""
         sequence, completion, params = run.sequence, run.completion, run.params
         sequence.output.append(chosen.token)
-        completion.token_ids.append(chosen.token)
-        if params.logprobs is not None:
-            completion.logprobs.append(chosen)
         run.request.cached_tokens = max(run.request.cached_tokens, sequence.cached)
-        if chosen.token in params.stop_token_ids:
-            completion.stop_reason = chosen.token
-            return self._end(run, "stop")
-        if chosen.token in self.eos and not params.ignore_eos:
-            return self._end(run, "stop")
-        found = self._show(run, run.words.add(chosen.token))
-        if found:
+        stops = chosen.token in params.stop_token_ids
+        if stops or (chosen.token in self.eos and not params.ignore_eos):
+            completion.stop_reason = chosen.token if stops else None
+            self._note(run, chosen)
             self._end(run, "stop")
         elif len(sequence.output) >= params.max_tokens or len(sequence) >= sequence.most:
-            self._end(run, "length")
+            self._end(run, "stop" if self._write(run, chosen) else "length")
+        else:
+            self._late.append((run, chosen))
+
+    def _write_late(self) -> list[_Run]:
+        """Text of the tokens taken before; the runs that have some."""
+        late, self._late = self._late, []
+        written = [(run, chosen) for run, chosen in late if run.completion.finish_reason is None]
+        for run, chosen in written:
+            try:
+                if self._write(run, chosen):
+                    self._end(run, "stop")
+            except Exception as error:  # a tokenizer's; the others go on
+                self._fail(run, error)
+        return [run for run, _ in written]
+
+    def _note(self, run: _Run, chosen: Chosen) -> None:
+        run.completion.token_ids.append(chosen.token)
+        if run.params.logprobs is not None:
+            run.completion.logprobs.append(chosen)
+
+    def _write(self, run: _Run, chosen: Chosen) -> bool:
+        """Its text; whether a stop string is in it."""
+        self._note(run, chosen)
+        return self._show(run, run.words.add(chosen.token))
 
     def _show(self, run: _Run, text: str) -> bool:
         shown, found = run.stops.add(text)

@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
-from billfish.engine.cache import FORMATS
+from billfish.engine import gpu
+from billfish.engine.cache import FORMATS, Cache
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.pages import Pages
+from billfish.engine.pool import POOLS, Pool
+from billfish.engine.runner import Runner, TorchRunner
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
@@ -39,7 +42,7 @@ class LLM:
 
     def __init__(
         self,
-        path: Path | str,
+        path: Path | str | tuple[Any, Any],  # a tuple comes from `of`
         *,
         kv: str = "kv16",
         dtype: str | torch.dtype = "auto",
@@ -55,14 +58,16 @@ class LLM:
         _check(kv, max_model_len, max_num_seqs, max_batched_tokens, gpu_memory, pages)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model, self.tokenizer = load(path, dtype, device, batch_invariant)
+        loaded = path if isinstance(path, tuple) else load(path, dtype, device, batch_invariant)
+        model, self.tokenizer = loaded
         decoder = Decoder.of(model)
         shape, kind = decoder.shape, decoder.device.type
         if kind not in PAGE_TOKENS:
             raise UserError(f"device {device}: the engine runs on cpu and cuda.")
         self.vocabulary = shape.vocabulary
         self.max_model_len = min(max_model_len or shape.context, shape.context)
-        size, storage = PAGE_TOKENS[kind], FORMATS[kv]
+        slow = gpu.refuses(shape, decoder.dtype, decoder.device)
+        size, storage = PAGE_TOKENS[kind], FORMATS[kv] if slow else POOLS[kv]
         if pages is None:
             token = storage.bytes_a_token(
                 shape.layers, shape.kv_heads, shape.head_dim, decoder.dtype
@@ -75,16 +80,33 @@ class LLM:
                     f"{self.max_model_len} needs more. Lower max_model_len, or take another kv "
                     f"({', '.join(FORMATS)})."
                 )
-        cache = storage(
+        cache: Cache | Pool = storage(
             shape.layers, pages, size, shape.kv_heads, shape.head_dim, decoder.dtype, decoder.device
         )
         budget = max_batched_tokens or BUDGET[kind]
+        max_num_seqs = min(max_num_seqs, budget)
+        runner: Runner = (
+            gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len)
+            if isinstance(cache, Pool)
+            else TorchRunner(decoder, cache)
+        )
         self.engine = Engine(
-            decoder, self.tokenizer, cache, Pages(pages, size, prefix_caching),
-            _eos(model, self.tokenizer), budget, min(max_num_seqs, budget), self.max_model_len,
+            runner, self.tokenizer, Pages(pages, size, prefix_caching),
+            _eos(model, self.tokenizer), budget, max_num_seqs, self.max_model_len,
         )  # fmt: skip
         self._names = itertools.count()
         self._worker = _Worker(self.engine)
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, **settings: Any) -> "LLM":
+        """Of a model that is in memory, where and in the dtype it is; it is not freed by `close`.
+        Settings are those of LLM that are not about loading."""
+        if told := sorted(settings.keys() & {"dtype", "device", "batch_invariant"}):
+            raise UserError(
+                f"LLM.of with {', '.join(told)}: the model is loaded, which settles it. Say it to "
+                "billfish.load, or give LLM the checkpoint's path."
+            )
+        return cls((model, tokenizer), **settings)
 
     def generate(
         self,

@@ -200,11 +200,11 @@ def choose(
     raw = logits.float()
     x = _edit(raw, choosers) if any(chooser.edits for chooser in choosers) else raw
     best, tokens = x.max(dim=-1)  # the first of equals
-    peaks = best.tolist()
+    peaks, ids = torch.stack((best.double(), tokens.double())).tolist()  # one copy from a GPU
     if not all(map(math.isfinite, peaks)):  # NaN is the maximum of every row that has one
         x = _clean(x)
         best, tokens = x.max(dim=-1)
-        peaks = best.tolist()
+        peaks, ids = torch.stack((best.double(), tokens.double())).tolist()
     alive = [row for row, peak in enumerate(peaks) if peak > -math.inf]
     sampled = [row for row in alive if not choosers[row].greedy]
     for part, rows in _parts(sampled, raw.device):
@@ -214,7 +214,7 @@ def choose(
     for part, rows in _parts(asked, raw.device):
         counts = [choosers[row].params.logprobs or 0 for row in rows]
         told.update(zip(rows, _tell(_clean(raw[part]), tokens[part], counts), strict=True))
-    ids = tokens.tolist()
+    ids = tokens.tolist() if sampled else list(map(int, ids))
     for row in alive:
         choosers[row].note(ids[row])
     return [

@@ -1,0 +1,169 @@
+"""Decode on a GPU: one new token of each of many sequences, as tables that a kernel reads.
+
+`Tables` is one step's numbers in one buffer, so that one copy brings them to the card: tokens,
+positions, slots, lengths, pages. `DecodeAttention` launches attention.cuh over them. Both are made
+once, for the most sequences there can be, so that a CUDA graph finds everything where it was.
+"""
+
+import math
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from billfish.engine.pool import Pool
+from billfish.engine.scheduler import Piece
+from billfish.kernels.device import gpu
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.models.decoder import Shape
+
+PAGE = 64  # tokens
+MOST_GROUP = 8  # query heads of a K head: columns of the tensor cores' tile
+HEAD_DIMS = (64, 128)
+WARPS = 8  # of an SM, each a block with a ring of its own
+RING = 27648  # bytes at most, as in attend_stage.cuh; barriers come behind it
+TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
+ROW = 8  # numbers of a Chunk
+STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
+
+
+def chunk_pages(pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Pages of a chunk by pages of a sequence, and by nothing else: how sums are cut, and so a
+    text's bits, must not depend on the batch. Short texts spread over SMs; long ones have no more
+    than 32 sums to add."""
+    sizes = [pages <= 8, pages <= 32, pages <= 256]
+    return np.maximum(np.select(sizes, [2, 4, 8], -(-pages // 32)), 1).astype(np.int32)
+
+
+def chunks(lengths: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+    """How many chunks attention cuts each sequence into; 0 for an empty one."""
+    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    pages = -(-lengths // PAGE) - begin // PAGE
+    return np.where(lengths > 0, -(-pages // chunk_pages(pages)), 0).astype(np.int32)
+
+
+def rows_of(
+    lengths: NDArray[np.int32],
+    starts: NDArray[np.int32],  # where each sequence's pages begin in the table
+    window: int | None,
+) -> NDArray[np.int32]:  # (chunks, 8): attention.cuh's Chunk
+    """What warps take, one after the other."""
+    counts = chunks(lengths, window)
+    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    first = begin // PAGE
+    pages = -(-lengths // PAGE) - first
+    each = chunk_pages(pages)
+    rows = np.empty((int(counts.sum()), ROW), np.int32)
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
+    before = number * each[sequence]
+    rows[:, 0] = sequence
+    rows[:, 1] = starts[sequence] + first[sequence] + before
+    rows[:, 2] = (first[sequence] + before) * PAGE
+    rows[:, 3] = np.minimum(each[sequence], pages[sequence] - before)
+    rows[:, 4] = number
+    rows[:, 5] = counts[sequence]
+    rows[:, 6] = begin[sequence]
+    rows[:, 7] = lengths[sequence]
+    return rows
+
+
+class Tables:
+    """One int32 buffer on the card, and the same in pinned memory:
+
+    [tokens][positions][slots][count of chunks, where their rows are: a pair a window][rows][pages]
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        most_tokens: int,
+        windows: tuple[int | None, ...],
+        device: torch.device,
+    ) -> None:
+        self.sequences, self.kinds = sequences, list(dict.fromkeys(windows))
+        full = np.arange(1, most_tokens + 1, PAGE, dtype=np.int32)
+        self.most_chunks = int(chunks(full, None).max())  # of a sequence
+        widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
+        widths["heads"] = len(self.kinds) * ROW
+        self._fixed = sum(widths.values())
+        rows = len(self.kinds) * sequences * self.most_chunks * ROW
+        size = self._fixed + rows + sequences * math.ceil(most_tokens / PAGE)
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.card = torch.zeros(size, dtype=torch.int32, device=device)
+        self.columns: dict[str, Tensor] = {}
+        self._numbers: dict[str, NDArray[np.int32]] = {}
+        self._flat, at = self.host.numpy(), 0
+        for name, width in widths.items():
+            self.columns[name] = self.card[at : at + width]
+            self._numbers[name] = self._flat[at : at + width]
+            at += width
+
+    def fill(self, pieces: Many[Piece], rows: int) -> None:
+        """One token of each piece; what is left of `rows` is padding. Brought to the card in the
+        order of the stream: the step before must have been read."""
+        numbers, count, flat = self._numbers, len(pieces), self._flat
+        where = np.array([piece.start for piece in pieces], np.int32)
+        lists = [piece.sequence.pages for piece in pieces]
+        for name, padding in (("tokens", 0), ("positions", 0), ("slots", -1)):
+            numbers[name][count:rows] = padding
+        numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
+        numbers["positions"][:count] = where
+        numbers["slots"][:count] = [
+            pages[piece.start // PAGE] * PAGE + piece.start % PAGE
+            for pages, piece in zip(lists, pieces, strict=True)
+        ]
+        sizes = np.array([len(pages) for pages in lists], np.int32)
+        starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        made = [rows_of(where + 1, starts, window) for window in self.kinds]
+        at = self._fixed
+        pages_at = at + sum(each.size for each in made)
+        for i, each in enumerate(made):
+            each[:, 1] += pages_at
+            numbers["heads"][i * ROW : i * ROW + 2] = len(each), at
+            flat[at : at + each.size] = each.reshape(-1)
+            at += each.size
+        for pages in lists:
+            flat[at : at + len(pages)] = pages
+            at += len(pages)
+        self.card[:at].copy_(self.host[:at], non_blocking=True)
+
+
+class DecodeAttention:
+    """attention.cuh over a pool's pages: one launch a layer."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, pool: Pool, tables: Tables) -> None:
+        self.shape, self.pool, self.tables = shape, pool, tables
+        device = pool.records.device
+        self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
+        stage = STAGE_TOKENS[pool.name] * pool.record_bytes(shape.head_dim) // PAGE
+        stages = min(RING // stage, 6)
+        self.smem = stages * (stage + 16)
+        self.blocks = gpu(device).sms * WARPS
+        items = tables.sequences * shape.kv_heads * tables.most_chunks
+        self.parts = torch.empty(
+            items * (shape.head_dim * 8 + 16), dtype=torch.float32, device=device
+        )
+        self.arrived = torch.zeros(
+            tables.sequences * shape.kv_heads, dtype=torch.int32, device=device
+        )
+        self.scale = np.float32(shape.scale * math.log2(math.e))
+
+    def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q and out are (rows, heads, head_dim); rows that are padding are not written."""
+        shape, tables = self.shape, self.tables
+        head = tables.columns["heads"][tables.kinds.index(shape.windows[layer]) * ROW :]
+        arguments = (self.pool.records[layer].data_ptr(), q.data_ptr(), out.data_ptr(),
+                     tables.card.data_ptr(), head.data_ptr(), self.parts.data_ptr(),
+                     self.arrived.data_ptr(), shape.kv_heads, shape.heads // shape.kv_heads,
+                     self.scale)  # fmt: skip
+        self.kernel.launch(self.blocks, 32, arguments, self.smem, pdl=True)
+
+
+def program(shape: Shape, dtype: torch.dtype, kv: str) -> Program:
+    kind = f"billfish::{TYPES[dtype]}, billfish::{kv.capitalize()}, {shape.head_dim}"
+    return Program(Path(__file__).parent / "attention.cuh", f"billfish::attend<{kind}>")

@@ -1,0 +1,208 @@
+"""A decoder on a GPU: eight launches a layer, and a CUDA graph for every size of a batch.
+
+A step in which every sequence writes one token is a replay: the graph of the next larger batch,
+over tables filled for this one. Steps with prompts in them run kernel by kernel; their attention
+reads K and V back from the pages and goes through the library.
+"""
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from billfish.engine import decode, fused
+from billfish.engine.decode import PAGE, DecodeAttention, Tables
+from billfish.engine.fused import Fused
+from billfish.engine.pool import Pool
+from billfish.engine.scheduler import Piece
+from billfish.kernels import jit
+from billfish.kernels.device import gpu
+from billfish.models.decoder import Decoder, Shape
+
+Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goes
+
+
+def refuses(shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot run such a model there; torch's operators do, then."""
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "they need compute capability 9.0"
+    if dtype not in decode.TYPES:
+        return f"they take float16 and bfloat16, not {dtype}"
+    if shape.head_dim not in decode.HEAD_DIMS:
+        return f"heads of {shape.head_dim}; they take {decode.HEAD_DIMS}"
+    if shape.heads // shape.kv_heads > decode.MOST_GROUP:
+        return f"{shape.heads // shape.kv_heads} heads share a K head; at most {decode.MOST_GROUP}"
+    return None
+
+
+def buckets(most: int) -> list[int]:
+    """Sizes of batches that get a graph, the largest first: a step pads to the next."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return sorted({*(size for size in sizes if size < most), most}, reverse=True)
+
+
+class GpuRunner:
+    """Pieces -> hidden states or logits, on one GPU."""
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: Pool,
+        most_sequences: int,
+        most_tokens: int,  # of one sequence
+        turn: fused.Turn | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
+        shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
+        programs = fused.programs(dtype, pool.name, shape.head_dim, turn is not None)
+        jit.build_all([*programs, decode.program(shape, dtype, pool.name)], gpu(device).arch, _say)
+        positions = torch.arange(most_tokens, device=device)
+        cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
+        self.fused = Fused(shape, dtype, device, pool, cos, sin, turn)
+        self.tables = Tables(most_sequences, most_tokens, shape.windows, device)
+        self.attention = DecodeAttention(shape, dtype, pool, self.tables)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._step(most_sequences)  # loads every kernel: nothing can be loaded in a capture
+        if graphs:
+            self._capture(buckets(most_sequences))
+
+    def decode(self, pieces: Many[Piece]) -> Tensor:  # (pieces, vocabulary), until the next call
+        """One token of each piece, and the logits of what follows it."""
+        rows = next((size for size in sorted(self.graphs) if size >= len(pieces)), len(pieces))
+        self.tables.fill(pieces, rows)
+        if rows in self.graphs:
+            graph, logits = self.graphs[rows]
+            graph.replay()
+        else:
+            logits = self._step(rows)
+        return logits[: len(pieces)]
+
+    @torch.inference_mode()
+    def hidden(self, pieces: Many[Piece]) -> Tensor:  # (tokens of all pieces, hidden)
+        """Any pieces; those of one token come first and attend as in a decode."""
+        single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
+        chunks, device = pieces[single:], self.decoder.device
+        self.tables.fill(pieces[:single], single)
+        tokens = [t for p in pieces for t in p.sequence.part(p.start, p.start + p.count)]
+        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in pieces])
+        slots = np.concatenate([_slots(p, p.start) for p in pieces])
+        columns = np.stack([np.array(tokens), positions, slots]).astype(np.int32)
+        flat = torch.from_numpy(columns).to(device)
+        prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, device)
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            if single:
+                self.attention(layer, q, out)
+            if chunks:
+                out[single:] = prefill(layer, q[single:])
+
+        return self._forward(flat[0], flat[1], flat[2], attend)
+
+    @torch.inference_mode()
+    def _step(self, rows: int) -> Tensor:
+        """A decode of what the tables hold."""
+        columns = self.tables.columns
+
+        tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
+        hidden = self._forward(tokens, positions, slots, self.attention)
+        logits: Tensor = self.decoder.head(hidden)
+        return logits
+
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+        decoder, shape, fused = self.decoder, self.shape, self.fused
+        hidden: Tensor = decoder.embed(tokens)
+        x, count, delta = torch.empty_like(hidden), len(tokens), None
+        q = hidden.new_empty(count, shape.heads, shape.head_dim)
+        mixed = torch.empty_like(q)
+        for index, layer in enumerate(decoder.layers):
+            attention, norm = layer.self_attn, layer.input_layernorm
+            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+            qkv = decoder.qkv(index)(x)
+            q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+            if q_norm is None or k_norm is None:
+                fused.store(index, qkv, positions, slots, q)
+            else:  # Qwen3
+                fused.store(index, qkv, positions, slots, q, q_norm.weight, k_norm.weight,
+                            q_norm.variance_epsilon)  # fmt: skip
+            attend(index, q, mixed)
+            delta = attention.o_proj(mixed.flatten(1))
+            norm = layer.post_attention_layernorm
+            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+            gated = decoder.gated(index)
+            if gated is not None:
+                y = gated(x)
+            else:
+                both = decoder.gate_up(index)(x)
+                y = both.new_empty(count, both.shape[1] // 2)
+                fused.swiglu(both, y)
+            delta = layer.mlp.down_proj(y)
+        norm = decoder.norm
+        fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+        return x
+
+    def _capture(self, sizes: list[int]) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        for number, rows in enumerate(sizes, 1):
+            _say(f"CUDA graphs {number}/{len(sizes)}")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._step(rows)
+            self.graphs[rows] = graph, logits
+        torch.cuda.synchronize()
+
+
+class Prefill:
+    """Chunks of prompts of one step, each against its sequence from the first token that counts."""
+
+    def __init__(
+        self,
+        kernels: Fused,
+        shape: Shape,
+        pieces: Many[Piece],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kernels, self.shape = kernels, shape
+        ends = [piece.start + piece.count for piece in pieces]
+        self.most = max((p.count for p in pieces), default=0), max(ends, default=0)
+        slots = [_slots(piece, 0) for piece in pieces]
+        both = [np.cumsum([0, *(p.count for p in pieces)]), np.cumsum([0, *ends])]
+        numbers = np.concatenate([*both, *slots]).astype(np.int32)
+        flat = torch.from_numpy(numbers).to(device)
+        edge = len(pieces) + 1
+        self.queries, self.keys, self.slots = flat[:edge], flat[edge : 2 * edge], flat[2 * edge :]
+        size = (len(self.slots), shape.kv_heads, shape.head_dim)
+        self.k, self.v = torch.empty((2, *size), dtype=dtype, device=device)
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        self.kernels.gather(layer, self.slots, self.k, self.v)
+        window = self.shape.windows[layer]
+        # The operator behind torch.nn.attention.varlen, whose own arguments change from release to
+        # release. Causal from the last token back, as a chunk needs it.
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q, self.k, self.v, self.queries, self.keys, *self.most, 0.0, True, False,
+            scale=self.shape.scale,
+            window_size_left=None if window is None else window - 1,
+            window_size_right=None if window is None else 0,
+        )[0]  # fmt: skip
+        return out
+
+
+def _slots(piece: Piece, first: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where tokens [first, end of the piece) of its sequence lie."""
+    place = np.arange(first, piece.start + piece.count)
+    return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE
+
+
+def _say(message: str) -> None:
+    """A line that the next one overwrites, where somebody sits in front of it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{message}", end="", file=sys.stderr, flush=True)

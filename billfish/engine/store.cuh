@@ -1,0 +1,319 @@
+// rope_store: q, k and v of one product -> q for attention, k and v in the pool's records; gather
+// takes them out again. engine/pool.py describes the records and is the oracle of every byte.
+//
+//     block (token, kv head)   a warp for each head of the group, one for k, one for v
+//     lane l                   channels 4l .. 4l + 3 of q and k; RoPE's partner is in another lane
+//     turned (kv4)             k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs each. Both
+//                              matrices lie in registers before the wait, as fragments of mma
+//
+// 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds them; of
+// mul.f16x2 and add.f16x2 ptxas may make one fma, rounded once.
+#pragma once
+
+#include "billfish/page.cuh"
+#include "billfish/warp.cuh"
+
+namespace billfish {
+
+// Which unit of F::kBits bits of a record holds a number: pool.places.
+template <class F, int kHeadDim>
+struct Places : PageRecord<F, kHeadDim> {
+    static constexpr int kBits = F::kBits;
+    static BILLFISH_DEVICE int k(int t, int channel) {
+        const int chunk = t * kHeadDim + channel / 8 % 4 * (kHeadDim / 4) + channel / 32 * 8;
+        const int i = channel % 8;
+        if constexpr (kBits == 4) return chunk + i / 2 + i % 2 * 4;
+        if constexpr (kBits == 8) return chunk + i / 4 * 4 + i % 4 / 2 + i % 2 * 2;
+        return t * kHeadDim + (channel / 8 ^ t % 2 * 4) * 8 + i;
+    }
+    static BILLFISH_DEVICE int v(int t, int channel) {
+        const int group = kPageTokens * kHeadDim + t / 8 * (8 * kHeadDim);
+        const int lane = channel % 8 * 4 + t % 8 / 2, n = channel / 8, odd = t % 2;
+        if constexpr (kBits == 4)
+            return group + lane * (kHeadDim / 4) + n / 4 * 8 + odd * 4 + n % 4;
+        if constexpr (kBits == 8)
+            return group + n / 8 * 512 + lane * 16 + n / 2 % 4 * 4 + odd * 2 + n % 2;
+        return group + n / 4 * 256 + lane * 8 + n % 4 * 2 + odd;
+    }
+};
+
+// A slot's record of this block's kv head.
+template <class R>
+BILLFISH_DEVICE unsigned char* record_of(unsigned char* pool, int slot) {
+    return pool + (static_cast<u64>(slot / kPageTokens) * gridDim.y + blockIdx.y) * R::kBytes;
+}
+
+// Codes of a head's numbers, four a lane; step | low << 16. Numbers as cache.py has them: low the
+// smallest, the step rounded up, NaN in one number for all of them.
+template <class T, int kBits, int kLanes>
+BILLFISH_DEVICE u32 encode(float (&x)[4], u32 (&codes)[4], float limit) {
+    constexpr int kLevels = (1 << kBits) - 1;
+    bool strange = false;
+#pragma unroll
+    for (float& v : x) {
+        v = v > limit ? limit : v < -limit ? -limit : v;  // NaN stays
+        strange |= v != v;
+    }
+    float lowest = min_over<kLanes>(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])));
+    const float highest = max_over<kLanes>(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+    if (ballot(strange)) lowest = __uint_as_float(0x7fc00000);
+    const u32 low_bits = T::from_float(lowest);
+    const float low = T::to_float(low_bits), wanted = (highest - low) / kLevels;
+    u32 step_bits = T::from_float(wanted);
+    step_bits += T::to_float(step_bits) < wanted;
+    const float step = T::to_float(step_bits);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // fmaxf makes 0 of NaN, which 0 / 0 is, too
+        codes[i] = static_cast<u32>(fminf(fmaxf(rintf((x[i] - low) / step), 0), kLevels));
+    return step_bits | low_bits << 16;
+}
+
+// Token t's K: lane l's numbers are channels 4l .. 4l + 3. Lanes past kHeadDim / 4 repeat others.
+template <class T, class R, int kLanes>
+BILLFISH_DEVICE void store_k(unsigned char* record, int t, int lane, float (&x)[4], float limit) {
+    u32 code[4], word = 0;
+    const int l = lane % kLanes, first = R::k(t, 4 * l);
+    if constexpr (R::kBits == 16) {
+        const uint2 bits = {T::pack(x[0], x[1]), T::pack(x[2], x[3])};
+        if (lane < kLanes) reinterpret_cast<uint2*>(record)[first / 4] = bits;
+    } else {
+        const u32 grid = encode<T, R::kBits, kLanes>(x, code, limit);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            word |= code[i] << R::k(t, 4 * l + i) % (32 / R::kBits) * R::kBits;
+        if constexpr (R::kBits == 4) word |= shuffle_xor(word, 1);
+        if (lane < kLanes) reinterpret_cast<u32*>(record)[first / (32 / R::kBits)] = word;
+        if (lane == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2] = grid;
+    }
+}
+
+// Token t's V: lane l's numbers are channels l % 8 + 8 (l / 8 * 4 + i).
+template <class T, class R, int kLanes>
+BILLFISH_DEVICE void store_v(unsigned char* record, int t, int lane, float (&x)[4], float limit) {
+    constexpr int kPer = 16 / R::kBits;  // a token's halfword has so many
+    u32 code[4];
+    if constexpr (R::kBits == 16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) code[i] = T::from_float(x[i]);
+    } else {
+        const u32 grid = encode<T, R::kBits, kLanes>(x, code, limit);
+        if (lane == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2 + 1] = grid;
+    }
+    if (lane >= kLanes) return;
+#pragma unroll
+    for (int i = 0; i < 4; i += kPer) {
+        u32 half = 0;
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) half |= code[i + j] << j * R::kBits;
+        const int channel = lane % 8 + 8 * (lane / 8 * 4 + i);
+        reinterpret_cast<u16*>(record)[R::v(t, channel) / kPer] = half;
+    }
+}
+
+// Both numbers of a word, rounded after each product and after the sum.
+template <class T>
+BILLFISH_DEVICE u32 rotate(u32 x, u32 cos, u32 y, u32 sin) {
+    const u32 a = T::pack(T::to_float(x) * T::to_float(cos),
+                          T::to_float(x >> 16) * T::to_float(cos >> 16));
+    const u32 b = T::pack(T::to_float(y) * T::to_float(sin),
+                          T::to_float(y >> 16) * T::to_float(sin >> 16));
+    return T::pack(T::to_float(a) + T::to_float(b), T::to_float(a >> 16) + T::to_float(b >> 16));
+}
+
+template <class T>
+BILLFISH_DEVICE void unpack(uint2 v, float (&x)[4]) {
+    x[0] = T::to_float(v.x), x[1] = T::to_float(v.x >> 16);
+    x[2] = T::to_float(v.y), x[3] = T::to_float(v.y >> 16);
+}
+
+// RMS norm of one head, four numbers a lane; rounded like rms_norm.
+template <class T, int kLanes>
+BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
+    float x[4];
+    unpack<T>(v, x);
+    const float sum = sum_over<kLanes>((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]));
+    const float scale = rsqrt_fast(sum / (4 * kLanes) + eps);
+    return {T::mul(weight.x, T::pack(x[0] * scale, x[1] * scale)),
+            T::mul(weight.y, T::pack(x[2] * scale, x[3] * scale))};
+}
+
+BILLFISH_DEVICE float in_half(float v) {  // NaN stays
+    return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+}
+
+constexpr int kMostGroup = 16;  // query heads of a kv head, where they are turned
+
+// d (16 outputs, 8 rows) = a fragment of a matrix for each 16 inputs, times rows of shared memory.
+template <int kSteps>
+BILLFISH_DEVICE void turn(float (&d)[4], const u32 (&a)[kSteps][4], const u16* row, int pair) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const u32* b = reinterpret_cast<const u32*>(row + step * 16) + pair;
+        if (step == 0) Half::mma_first(d, a[0], b[0], b[4]);
+        else Half::mma(d, a[step], b[0], b[4]);
+    }
+}
+
+// qkv (tokens, heads + 2 kv heads, kHeadDim); cos and sin (positions, rotary / 2); norms, mean and
+// matrices may be null: `fused.py` arranges the latter. slots < 0: padding, of which only q is
+// written. Blocks take every gridDim.x'th token: with matrices, many tokens share what they loaded.
+template <class T, class Format, int kHeadDim, bool kTurned>
+__global__ void __launch_bounds__(kTurned ? 2 * kHeadDim : 512, 2)
+rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ sin,
+           const int* __restrict__ positions, const int* __restrict__ slots,
+           const u16* __restrict__ q_norm, const u16* __restrict__ k_norm,
+           const float* __restrict__ mean, const uint4* __restrict__ to_keys,
+           const uint4* __restrict__ to_queries, u16* q_out, unsigned char* pool, int tokens,
+           int group, int rotary, float eps, float limit) {
+    using R = Places<Format, kHeadDim>;
+    constexpr int kLanes = kHeadDim / 4, kSteps = kTurned ? kHeadDim / 16 : 1;
+    constexpr int kStride = kHeadDim + 8;  // so that eight rows lie in different banks
+    __shared__ __align__(16) u16 rows[kTurned ? kMostGroup + 2 : 1][kStride];
+    __shared__ __align__(16) float turned[kTurned ? kHeadDim : 1];
+#if __CUDA_ARCH__ >= 900
+    launch_dependents();
+#endif
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int l = lane % kLanes, kv_head = blockIdx.y, kv_heads = gridDim.y;
+
+    u32 keys[kSteps][4], queries[kSteps][4];
+    float4 middle;
+    if constexpr (kTurned) {
+        middle = reinterpret_cast<const float4*>(mean)[kv_head * kLanes + l];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int at = ((kv_head * kSteps + warp) * kSteps + step) * 32 + lane;
+            const uint4 k = to_keys[at], q = to_queries[at];
+            keys[step][0] = k.x, keys[step][1] = k.y, keys[step][2] = k.z, keys[step][3] = k.w;
+            queries[step][0] = q.x, queries[step][1] = q.y;
+            queries[step][2] = q.z, queries[step][3] = q.w;
+        }
+    }
+    // Lanes [0, half) have RoPE's first half, as many after them the second.
+    const int half = rotary / 8, angle = l < half ? l : l - half;
+    const bool rotated = l < 2 * half;
+    const int partner = !rotated ? l : l < half ? l + half : l - half;
+
+    for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
+        const int slot = slots[token], t = slot % kPageTokens;
+        uint2 c = {}, s = {};
+        if (rotated) {
+            const u64 at = static_cast<u64>(positions[token]) * half + angle;
+            c = reinterpret_cast<const uint2*>(cos)[at];
+            s = reinterpret_cast<const uint2*>(sin)[at];
+            if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
+        }
+#if __CUDA_ARCH__ >= 900
+        dependency_wait();
+#endif
+        unsigned char* const record = record_of<R>(pool, slot);
+        for (int head = warp; head < group + 2; head += warps) {
+            const int place =
+                head < group ? kv_head * group + head : head * kv_heads + kv_head;
+            const u16* from =
+                qkv + (static_cast<u64>(token) * (group + 2) * kv_heads + place) * kHeadDim;
+            float x[4];
+            if (head == group + 1) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[i] = T::to_float(from[l % 8 + 8 * (l / 8 * 4 + i)]);
+                if (slot >= 0) store_v<T, R, kLanes>(record, t, lane, x, limit);
+                continue;
+            }
+            uint2 v = reinterpret_cast<const uint2*>(from)[l];
+            const u16* norm = head < group ? q_norm : k_norm;
+            if (norm != nullptr)
+                v = head_norm<T, kLanes>(v, reinterpret_cast<const uint2*>(norm)[l], eps);
+            const uint2 y = {shuffle(v.x, partner), shuffle(v.y, partner)};
+            if (rotated) v = {rotate<T>(v.x, c.x, y.x, s.x), rotate<T>(v.y, c.y, y.y, s.y)};
+            unpack<T>(v, x);
+            if constexpr (kTurned) {
+                // k - mean has more bits than a half: the rest is a row of its own, at no cost.
+                const bool key = head == group;
+                if (key) x[0] -= middle.x, x[1] -= middle.y, x[2] -= middle.z, x[3] -= middle.w;
+                u16* row = rows[key ? kMostGroup : head] + 4 * l;
+                u32 rounded[4], rest[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x[i] = in_half(x[i]);
+                    rounded[i] = Half::from_float(x[i]);
+                    rest[i] = Half::from_float(x[i] - Half::to_float(rounded[i]));
+                }
+                *reinterpret_cast<uint2*>(row) = {rounded[0] | rounded[1] << 16,
+                                                  rounded[2] | rounded[3] << 16};
+                if (key)
+                    *reinterpret_cast<uint2*>(row + kStride) = {rest[0] | rest[1] << 16,
+                                                                rest[2] | rest[3] << 16};
+            } else if (head == group) {
+                if (slot >= 0) store_k<T, R, kLanes>(record, t, lane, x, limit);
+            } else if (lane < kLanes) {
+                const u64 to = static_cast<u64>(token) * group * kv_heads + place;
+                reinterpret_cast<uint2*>(q_out)[to * kLanes + l] = v;
+            }
+        }
+        if constexpr (kTurned) {
+            // Rows of a fragment are outputs 2r and, from 8 on, 2r + 1: neighbours in a lane.
+            const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
+            float d[4];
+            __syncthreads();
+            turn<kSteps>(d, keys, rows[kMostGroup + r % 2], pair);
+            if (pair == 0) turned[first] = d[0] + d[1], turned[first + 1] = d[2] + d[3];
+            for (int some = 0; some < group; some += 8) {
+                turn<kSteps>(d, queries, rows[some + r], pair);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int head = some + 2 * pair + i;
+                    const u64 to = (static_cast<u64>(token) * kv_heads + kv_head) * group + head;
+                    if (head < group)
+                        *reinterpret_cast<u32*>(q_out + to * kHeadDim + first) =
+                            T::pack(d[i], d[i + 2]);
+                }
+            }
+            __syncthreads();
+            if (warp == group % warps && slot >= 0) {
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[i] = turned[4 * l + i];
+                store_k<T, R, kLanes>(record, t, lane, x, limit);
+            }
+        }
+    }
+}
+
+constexpr int kGatherSlots = 8;  // of a block, a warp each: those of one page share the lines of V
+
+template <class T, class R>
+BILLFISH_DEVICE u32 decoded(const unsigned char* record, int place, u32 grid) {
+    if constexpr (R::kBits == 16) return reinterpret_cast<const u16*>(record)[place];
+    u32 code = record[place * R::kBits / 8];
+    if constexpr (R::kBits == 4) code = code >> place % 2 * 4 & 15;
+    return T::from_float(static_cast<float>(code) * T::to_float(grid) + T::to_float(grid >> 16));
+}
+
+// slots (count) -> k and v (count, kv heads, kHeadDim). Block (kGatherSlots slots, kv head).
+template <class T, class Format, int kHeadDim>
+__global__ void __launch_bounds__(32 * kGatherSlots)
+gather(unsigned char* pool, const int* __restrict__ slots, u16* k, u16* v, int count) {
+    using R = Places<Format, kHeadDim>;
+    constexpr int kLanes = kHeadDim / 4;
+#if __CUDA_ARCH__ >= 900
+    launch_dependents();
+    dependency_wait();
+#endif
+    const int index = blockIdx.x * kGatherSlots + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (index >= count || lane >= kLanes) return;
+    const int slot = slots[index], t = slot % kPageTokens;
+    const unsigned char* record = record_of<R>(pool, slot);
+    uint2 grid = {};
+    if constexpr (R::kBits < 16) grid = reinterpret_cast<const uint2*>(record + R::kGrids)[t];
+    u32 a[4], b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        a[i] = decoded<T, R>(record, R::k(t, 4 * lane + i), grid.x);
+        b[i] = decoded<T, R>(record, R::v(t, 4 * lane + i), grid.y);
+    }
+    const u64 to = (static_cast<u64>(index) * gridDim.y + blockIdx.y) * kLanes + lane;
+    reinterpret_cast<uint2*>(k)[to] = {a[0] | a[1] << 16, a[2] | a[3] << 16};
+    reinterpret_cast<uint2*>(v)[to] = {b[0] | b[1] << 16, b[2] | b[3] << 16};
+}
+
+}  // namespace billfish

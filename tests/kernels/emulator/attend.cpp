@@ -1,0 +1,31 @@
+// attention.cuh on the emulated GPU: SEED sequences kv_heads group blocks scale smem
+// < pool, q, tables, head > out. TYPE, FORMAT and HEAD_DIM come from the compiler's command line.
+#include KERNEL_FILE
+
+#include "launch.h"
+
+int main(int, char** arguments) {
+    lot.seed(atoi(arguments[1]));
+    int v[4];
+    for (int i = 0; i < 4; ++i) v[i] = atoi(arguments[i + 2]);
+    const auto [sequences, kv_heads, group, grid] = v;
+    const float scale = atof(arguments[6]);
+    const int smem_bytes = atoi(arguments[7]);
+    std::vector<unsigned char> pool = take(), q = take(), table = take(), head = take();
+    source_begin[0] = (const char*)pool.data(), source_end[0] = source_begin[0] + pool.size() - 16;
+    const int items = ((const int*)head.data())[0] * kv_heads;
+    std::vector<u16> out(sequences * kv_heads * group * HEAD_DIM + 64, 0xfffe);
+    std::vector<float> parts((items + 1) * (HEAD_DIM * 8 + 16), NAN);
+    std::vector<u32> arrived(sequences * kv_heads, 0);
+    cluster_size = 1;
+    launch(grid, 1, 32, smem_bytes, [&] {
+        using namespace billfish;
+        attend<TYPE, FORMAT, HEAD_DIM>(pool.data(), (const u16*)q.data(), out.data(),
+                                       (const int*)table.data(), (const int*)head.data(),
+                                       parts.data(), arrived.data(), kv_heads, group, scale);
+    });
+    for (u32 count : arrived) demand(count == 0, "a counter that is left");
+    for (size_t i = out.size() - 64; i < out.size(); ++i)
+        demand(out[i] == 0xfffe, "a store behind the result");
+    fwrite(out.data(), 2, out.size() - 64, stdout);
+}
