@@ -7,12 +7,13 @@ places to write, matplotlib, the GPU. Rooms are imported by the command that nee
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from billfish import show
+from billfish import show, show_bench
 from billfish.errors import UserError
 
 PEER_NUMBERS = ("k", "n", "m", "us", "cublas_us")
@@ -86,7 +87,7 @@ def kernels(
             plot.mkdir(parents=True, exist_ok=True)
         _need_directory(json_)
         result = _measure(request, quick, json_)
-    show_result(result)
+    show_bench.kernels(result)
     failed = all(point["error"] for point in result["points"])
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
@@ -161,22 +162,128 @@ def sustain(
     rules = Rules()
     card = GraphCard(rules)
 
-    def keep(result: dict[str, Any]) -> None:
-        if json_ is not None:
-            write_result(result, json_)
-
     with show.status() as say:
-        result = Sustain(request, card, rules, seconds, say, keep).measure()
-    show_sustained(result)
+        result = Sustain(request, card, rules, seconds, say, _keeper(json_)).measure()
+    show_bench.sustained(result)
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
     if all(point["error"] for point in result["points"]):
         raise typer.Exit(1)  # every point has said why
 
 
-def _need_directory(target: Path | None) -> None:
+@app.command(
+    epilog="Example: billfish bench generate --config llama3-8b --batch 1,16,64 --json g.json"
+)
+def generate(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint directory; or give --config.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Random weights in the shape of a model: llama3-8b, or a config.json."),
+    ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Of MODEL take the shape alone; --config always does.")
+    ] = False,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights+cache, a list: fp16+kv16,w4a16+kv4; of a checkpoint stored+kv4."
+        ),
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(help="Sequences at the same time, a list; auto: as many as fit.")
+    ] = "1,16,64",
+    input_: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 64,
+    output: Annotated[int, typer.Option(help="Tokens that are written to each.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Of which the median counts; one more warms up.")] = 3,
+    memory: Annotated[
+        str | None, typer.Option(help="Of weights and cache: 80GB. Default: 0.9 of the GPU's.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="TB/s of the memory, for the roof. Known: H200.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of activations: fp16, bf16, fp32. GPU: fp16, CPU: bf16.")
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option(help="Of random w4a16 weights; -1: a whole row.")
+    ] = 128,
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(help="Of a step; default: the engine's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens a second into this file: g.png.")
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Show and draw an earlier --json.")
+    ] = None,
+) -> None:
+    """Measure how fast the engine writes, by weights, cache and batch size.
+
+    Prompts are random tokens, decoding is greedy and every text has its full length.
+    """
+    from billfish.bench import generate as bench
+    from billfish.bench import plot_generate
+    from billfish.bench import variants as asked
+    from billfish.bench.plot import need_matplotlib
+
+    if plot is not None:
+        need_matplotlib()
+    _need_directory(json_)
+    _need_directory(plot, "--plot")
+    if from_ is not None:
+        if json_ is not None or model or config:
+            raise UserError("--from measures nothing: drop it, or --json, --config and MODEL.")
+        result = read_result(from_, "generate")
+    else:
+        if (model is None) == (config is None):
+            raise UserError(
+                "say what is measured: a checkpoint directory, or --config with a model's name."
+            )
+        chosen = asked.device_of(device)
+        is_random = random or config is not None
+        request = asked.Request(
+            model=config or model or "",
+            random=is_random,
+            variants=asked.parse_variants(variants or asked.usual(is_random, chosen)),
+            batches=asked.parse_batches(batch),
+            input=input_,
+            output=output,
+            rounds=rounds,
+            memory=None if memory is None else asked.parse_bytes(memory),
+            bandwidth=None if bandwidth is None else bandwidth * 1e12,
+            dtype=dtype,
+            group_size=group_size,
+            max_batched_tokens=max_batched_tokens,
+        )
+        with show.status() as say:
+            result = bench.Run(request, chosen, say, _keeper(json_)).measure()
+    show_bench.generated(result)
+    if json_ is not None:
+        show.out.print(f"written: {json_}", markup=False)
+    if plot is not None:
+        plot_generate.draw(result, plot)
+        show.out.print(f"drawn: {plot}", markup=False)
+
+
+def _need_directory(target: Path | None, option: str = "--json") -> None:
     if target is not None and not target.absolute().parent.is_dir():
-        raise UserError(f"--json {target}: there is no directory {target.absolute().parent}.")
+        raise UserError(f"{option} {target}: there is no directory {target.absolute().parent}.")
+
+
+def _keeper(target: Path | None) -> Callable[[dict[str, Any]], None]:
+    """Writes a result as it grows, if there is where to."""
+
+    def keep(result: dict[str, Any]) -> None:
+        if target is not None:
+            write_result(result, target)
+
+    return keep
 
 
 def _request(
@@ -204,12 +311,8 @@ def _measure(request: Any, quick: bool, target: Path | None) -> dict[str, Any]:
     rules = QUICK if quick else Rules()
     card = GraphCard(rules)
 
-    def keep(result: dict[str, Any]) -> None:
-        if target is not None:
-            write_result(result, target)
-
     with show.status() as say:
-        return Run(request, card, rules, say, keep).measure()
+        return Run(request, card, rules, say, _keeper(target)).measure()
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:
@@ -219,18 +322,19 @@ def write_result(result: dict[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    from billfish.bench.kernels import RESULT_VERSION
+def read_result(path: Path, bench: str = "kernels") -> dict[str, Any]:
+    from billfish.bench import generate, kernels
 
+    known = {"kernels": kernels.RESULT_VERSION, "generate": generate.RESULT_VERSION}[bench]
     result = _read_json("--from", path)
-    version = result.get("result_version") if isinstance(result, dict) else None
-    if version != RESULT_VERSION:
+    told = result if isinstance(result, dict) else {}
+    version, whose = told.get("result_version"), told.get("bench", "kernels")
+    if version != known or whose != bench:
         raise UserError(
-            f"--from {path}: is no result of bench kernels that this version reads "
-            f"(result_version {version}, not {RESULT_VERSION}). Measure again with --json."
+            f"--from {path}: is no result of bench {bench} that this version reads "
+            f"(result_version {version}, not {known}; of bench {whose}). Measure again with --json."
         )
-    assert isinstance(result, dict)
-    return result
+    return told
 
 
 def read_peers(path: Path) -> dict[str, Any]:
@@ -265,106 +369,3 @@ def _read_json(option: str, path: Path) -> Any:
         return json.loads(path.read_text())
     except ValueError:
         raise UserError(f"{option} {path}: is not JSON.") from None
-
-
-def show_result(result: dict[str, Any]) -> None:
-    card, peaks, ceilings = result["card"], result["peaks"], result["ceilings"]
-    show.lines([
-        ("card", f"{card['name']}, {card['arch']}, {card['sm_count']} SMs, driver "
-                 f"{card['driver'] or 'unknown'}"),
-        ("roof", f"{peaks['bytes_per_s'] / 1e12:.2f} TB/s, {peaks['flop_per_s'] / 1e12:.0f} "
-                 f"TFLOP/s ({peaks['source']})"),
-        ("reached", f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s ({ceilings['read_how']})"),
-        ("clocks", f"{_readings(result['before'])} -> {_readings(result['after'])}"),
-        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
-    ])  # fmt: skip
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for point in result["points"]:
-        tables.setdefault(_title(point), []).append(point)
-    for title, points in tables.items():
-        modes = list(dict.fromkeys(mode for point in points for mode in point["us"]))
-        columns = ["m", *(f"{mode} us" for mode in modes), "spread", "cuBLAS us", "speed-up"]
-        rows = [_row(point, modes) for point in points]
-        show.table(f"\n{title}", [*columns, "TB/s", "floor us", "of roof"], rows)
-    if result["chains"]:
-        columns = ["m", "dtype", "group", "mode", "us", "sum of parts", "cuBLAS", "floor us"]
-        for name in dict.fromkeys(", ".join(told["sets"]) for told in result["chains"]):
-            chains = [told for told in result["chains"] if ", ".join(told["sets"]) == name]
-            show.table(f"\n{name}, a layer's linears in one graph", columns, _chains(chains))
-    for told in [*result["points"], *result["chains"]]:
-        if told["error"]:
-            where = ", ".join(told.get("sets") or told["linears"])
-            show.out.print(f"{where}, m = {told['m']}: {told['error']}", markup=False)
-
-
-def show_sustained(result: dict[str, Any]) -> None:
-    rows = []
-    for point in result["points"]:
-        for op, told in ((point["op"], point), ("cuBLAS", point["cublas"])):
-            if told and "samples" in told:
-                rows.append([f"{point['k']} x {point['n']}", point["m"], op, *_sustained(told)])
-    columns = ["shape", "m", "op", "first us", "last us", "kept", "MHz", "watts"]
-    times = f"{result['seconds']} s each, cuBLAS {result['cublas_seconds']} s"
-    show.table(f"\n{result['card']['name']}, {times}", columns, rows)
-    for point in result["points"]:
-        if point["error"]:
-            where = f"{point['k']} x {point['n']}, m = {point['m']}"
-            show.out.print(f"{where}: {point['error']}", markup=False)
-
-
-def _sustained(told: dict[str, Any]) -> list[str]:
-    first, last = told["samples"][0], told["samples"][-1]
-    clocks = f"{first['sm_mhz'] or '?'} -> {last['sm_mhz'] or '?'}"
-    times = [_fixed(told["first"]), _fixed(told["last"]), f"{told['kept']:.1%}"]
-    return [*times, clocks, str(last["watts"] or "?")]
-
-
-def _title(point: dict[str, Any]) -> str:
-    group = "a scale a channel" if point["group_size"] == -1 else f"groups of {point['group_size']}"
-    kind = "symmetric" if point["symmetric"] else "asymmetric"
-    names = ", ".join(point["linears"])
-    return f"{names}  {point['k']} x {point['n']}, {point['dtype']}, {group}, {kind}"
-
-
-def _row(point: dict[str, Any], modes: list[str]) -> list[Any]:
-    us, cublas = point["us"], point["cublas_us"]
-    first = us.get(modes[0]) if modes else None
-    done = "roofline" in point
-    return [
-        point["m"],
-        *(_fixed(us[mode]["median"] if mode in us else None) for mode in modes),
-        f"{(first['p90'] - first['p10']) / first['median']:.1%}" if first else "-",
-        _fixed(cublas["median"] if cublas else None),
-        _fixed(point["speedup"] if done else None),
-        _fixed(point["tbps"] if done else None),
-        _fixed(point.get("floor_us")),
-        f"{point['roofline']:.0%}" if done else "-",
-    ]
-
-
-def _chains(chains: list[dict[str, Any]]) -> list[list[Any]]:
-    return [
-        [
-            told["m"],
-            told["variant"]["dtype"],
-            told["variant"]["group_size"],
-            mode,
-            _fixed(us["median"]),
-            _fixed(told["parts_us"][mode]),
-            _fixed(told["cublas_parts_us"]),
-            _fixed(told["floor_us"]),
-        ]
-        for told in chains
-        for mode, us in told["us"].items()
-        if mode in told["parts_us"]
-    ]
-
-
-def _fixed(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _readings(told: dict[str, Any] | None) -> str:
-    if not told:
-        return "unknown"
-    return f"{told['sm_mhz'] or '?'} MHz, {told['watts'] or '?'} W, {told['celsius'] or '?'} C"

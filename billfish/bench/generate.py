@@ -1,0 +1,336 @@
+"""Generation through the engine: how fast tokens come, by weights, cache and batch size.
+
+    prefill           decode
+    |-----------------|--------|--------|-- ... --|      ends of steps, on the engine's thread
+    start             every sequence has a token  the first text ends
+
+A variant is weights + cache, such as w4a16+kv4. Variants run one after the other in one process,
+and ratios are against the first. The roof is what reading the weights once a step would take. A
+variant or a batch that does not fit is told as such and the others go on.
+"""
+
+import gc
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from billfish.bench import random_model
+from billfish.bench.kernels import circumstances
+from billfish.bench.variants import DENSE, Request, Variant
+from billfish.engine.cache import FORMATS
+from billfish.engine.core import Engine, RequestOutput
+from billfish.engine.llm import BUDGET, CPU_CACHE, LLM, PAGE_TOKENS
+from billfish.engine.sampling import SamplingParams
+from billfish.errors import UserError
+from billfish.kernels.device import gpu
+from billfish.models.hf import read_config
+from billfish.models.load import load
+from billfish.schemes.w4a16 import W4A16
+
+Result = dict[str, Any]
+RESULT_VERSION = 1
+# Bytes a second that a plain read of memory reaches, measured; of other cards --bandwidth tells.
+READS = {"NVIDIA H200": 4.54e12}
+CARD_SHARE = 0.9  # of a card's memory, for weights and cache, unless told
+WARM_TOKENS = 64  # of the round that is thrown away: all kernels and batch sizes have run by then
+ALL_THERE = 10.0  # seconds the first step waits for all prompts, see _Steps
+
+
+class Run:
+    """One request on one device. `keep` gets the result so far after each point."""
+
+    def __init__(
+        self,
+        request: Request,
+        device: torch.device,
+        say: Callable[[str], None] = lambda message: None,
+        keep: Callable[[Result], None] = lambda result: None,
+    ) -> None:
+        self.request, self.device, self.say, self.keep = request, device, say, keep
+        self.facts = facts(device)
+        self.bandwidth = request.bandwidth or READS.get(self.facts["name"])
+        self.memory = request.memory
+        most = self.facts["memory_bytes"]
+        if self.memory is None and device.type == "cuda":
+            self.memory = int(CARD_SHARE * most)
+        if self.memory is not None and self.memory > most:
+            raise UserError(
+                f"--memory {self.memory / 1e9:.1f} GB: {self.facts['name']} has {most / 1e9:.1f} "
+                "GB. Give less."
+            )
+        if request.random:
+            self.config = random_model.config_of(request.model)
+            if any(variant.weights == W4A16.name for variant in request.variants):
+                shell = random_model.skeleton(self.config, torch.float16)
+                random_model.planned_bytes(shell, W4A16(group_size=request.group_size))  # refuses
+        else:
+            read_config(Path(request.model))  # tells what is wrong with a directory
+            self.config = transformers.AutoConfig.from_pretrained(request.model)
+        context = getattr(self.config, "max_position_embeddings", math.inf)
+        if request.tokens > context:
+            raise UserError(
+                f"--input {request.input} and --output {request.output}: together {request.tokens} "
+                f"tokens, and {request.model} was made for {context}. Shorten one of them."
+            )
+
+    def measure(self) -> Result:
+        """Raises UserError if no variant could be measured."""
+        told = circumstances(self.facts)
+        del told["commit"]  # a result is of a version; the kernels' results name commits
+        self.variants: list[Result] = []
+        self.result = {
+            "bench": "generate",
+            "result_version": RESULT_VERSION,
+            "complete": False,
+            **told,
+            "transformers": transformers.__version__,
+            "settings": {
+                **asdict(self.request),
+                "variants": [str(variant) for variant in self.request.variants],
+                "memory": self.memory,
+                "bandwidth": self.bandwidth,
+            },
+            "variants": self.variants,
+        }
+        for variant in self.request.variants:
+            found: Result = {"variant": str(variant), **asdict(variant), "error": None}
+            self.variants.append(found | {"points": [], "best": None})
+            try:
+                self._variant(variant, self.variants[-1])
+            except torch.OutOfMemoryError as error:
+                self.variants[-1]["error"] = f"out of memory: {str(error).splitlines()[0]}"
+            except UserError as error:
+                self.variants[-1]["error"] = str(error)
+            self._keep()
+            gc.collect()  # models hold themselves in cycles
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if not any(good(found) for found in self.variants):
+            told_once = dict.fromkeys(why for found in self.variants for why in reasons(found))
+            raise UserError("nothing could be measured. " + " ".join(told_once))
+        self.result["complete"] = True
+        self._keep()
+        return self.result
+
+    def _keep(self) -> None:
+        against_first(self.variants)
+        self.keep(self.result)
+
+    def _variant(self, variant: Variant, into: Result) -> None:
+        request = self.request
+        started = time.perf_counter()
+        model, tokenizer = self._load(variant)
+        # Now: a decoder may join linears, and then one of them holds the words of all.
+        held, read = random_model.held_bytes(model), random_model.read_bytes(model)
+        token = FORMATS[variant.kv].bytes_a_token(*self._kv_shape(), model.dtype)
+        each = math.ceil(request.tokens / PAGE_TOKENS[self.device.type])  # pages
+        sequence = each * PAGE_TOKENS[self.device.type] * token
+        memory = held + CPU_CACHE if self.memory is None else self.memory
+        budget = request.max_batched_tokens or BUDGET[self.device.type]
+        fit = min((memory - held) // sequence, budget)
+        into |= {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weight_bytes": held,
+            "read_bytes": read,  # of the weights, every step
+            "kv_bytes_a_token": token,
+            "largest_batch": max(0, fit),
+            "load_seconds": time.perf_counter() - started,
+        }
+        room = (
+            f"{max(0, memory - held) / 1e9:.2f} GB of {memory / 1e9:.2f} are left for the cache, a "
+            f"sequence of {request.tokens} tokens takes {sequence / 1e9:.3f}"
+        )
+        if fit < 1:
+            raise UserError(_way_out(f"weights take {held / 1e9:.2f} GB, {room}"))
+        wanted = dict.fromkeys(fit if batch is None else batch for batch in request.batches)
+        for batch in sorted(wanted):
+            if batch > fit:
+                why = f"{batch} sequences: {fit} fit. {_way_out(room)}"
+                into["points"].append({"batch": batch, "error": why})
+        batches = [batch for batch in sorted(wanted) if batch <= fit]
+        if not batches:
+            return
+        with LLM.of(
+            model,
+            tokenizer,
+            kv=variant.kv,
+            max_model_len=request.tokens,
+            max_num_seqs=max(batches),
+            max_batched_tokens=request.max_batched_tokens,
+            pages=max(batches) * each + 1,  # one to spare: an engine may pad with a page
+            prefix_caching=False,
+        ) as llm:
+            for batch in batches:
+                into["points"].append(self._point(llm, batch, into))
+                into["points"].sort(key=lambda point: int(point["batch"]))
+                self._keep()
+
+    def _load(self, variant: Variant) -> tuple[Any, Any]:
+        self.say(f"{variant}: loading")
+        if not self.request.random:
+            return load(self.request.model, DENSE.get(self.request.dtype or "", "auto"),
+                        str(self.device))  # fmt: skip
+        own = self.request.dtype or ("fp16" if self.device.type == "cuda" else "bf16")
+        dtype = DENSE.get(variant.weights) or DENSE[own]
+        scheme = None if variant.weights in DENSE else W4A16(group_size=self.request.group_size)
+        model = random_model.skeleton(self.config, dtype)
+        planned = random_model.planned_bytes(model, scheme)
+        if planned >= (self.memory or math.inf):  # before memory is filled in vain
+            told = f"weights take {planned / 1e9:.2f} GB of {(self.memory or 0) / 1e9:.2f}"
+            raise UserError(_way_out(told))
+        random_model.fill(model, scheme, self.device, self.say)
+        return model, random_model.Silent()
+
+    def _kv_shape(self) -> tuple[int, int, int]:
+        config = self.config
+        heads: int = config.num_attention_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return config.num_hidden_layers, kv_heads, head
+
+    def _point(self, llm: LLM, batch: int, variant: Result) -> Result:
+        request = self.request
+        generator = torch.Generator().manual_seed(0)
+        size = (batch, request.input)
+        prompts = torch.randint(0, llm.vocabulary, size, generator=generator).tolist()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        rounds: list[Result] = []
+        for index in range(request.rounds + 1):
+            self.say(f"{variant['variant']}, batch {batch}, round {index} of {request.rounds}")
+            output = request.output if index else min(request.output, WARM_TOKENS)
+            params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+            with _Steps(llm.engine, batch) as steps:
+                outputs = llm.generate(prompts, params)
+                steps.ended = time.perf_counter()
+            failed = [one.error for request in outputs for one in request.outputs if one.error]
+            if failed:
+                return {"batch": batch, "error": failed[0]}
+            if index:  # the first warms up
+                rounds.append(steps.figures(output))
+        point: Result = {"batch": batch, "error": None, "rounds": rounds, "peak_bytes": None}
+        if self.device.type == "cuda":
+            point["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        for name in rounds[0]:
+            found = [told[name] for told in rounds if told[name] is not None]
+            point[name] = statistics.median(found) if found else None
+        step = point["step_seconds"]
+        point["decode_tokens_per_s"] = batch / step if step else None
+        kv = batch * (request.input + request.output / 2) * variant["kv_bytes_a_token"]
+        return point | roofline(variant["read_bytes"], kv, step, self.bandwidth)
+
+
+class _Steps:
+    """While it is entered, notes of every step of the engine when it ended and what it brought.
+
+    The first step waits until all prompts are there: else the engine would begin with those that
+    came first, and a batch would be two.
+    """
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self.engine, self.batch = engine, batch
+        self.ends: list[tuple[float, int, bool]] = []  # time, tokens, whether all have begun
+        self.ended = 0.0
+
+    def __enter__(self) -> "_Steps":
+        inner, texts = self.engine.step, list[list[int]]()
+
+        def step() -> list[RequestOutput]:
+            late = time.perf_counter() - self.started > ALL_THERE
+            if not self.ends and len(self.engine.runs) < self.batch and not late:
+                time.sleep(1e-4)
+                return []
+            if not texts:  # counted there: what a step gives back may be text of the one before
+                texts.extend(run.sequence.output for run in self.engine.runs.values())
+            before = sum(map(len, texts))
+            outputs = inner()
+            tokens = sum(map(len, texts)) - before
+            self.ends.append((time.perf_counter(), tokens, all(texts)))
+            return outputs
+
+        vars(self.engine)["step"] = step  # hides the class's
+        self.started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del vars(self.engine)["step"]
+
+    def figures(self, output: int) -> Result:
+        """Decoding is timed over the steps that bring every sequence a token, after the prompts.
+        None where there are none: a large batch's first texts end before its last prompt begins."""
+        place = next(i for i, (_, _, all_begun) in enumerate(self.ends) if all_begun)
+        first, after = self.ends[place][0], self.ends[place + 1 :]
+        full = [end for end, tokens, _ in after if tokens == self.batch]
+        step = (full[-1] - first) / len(full) if full else None
+        return {
+            "seconds": self.ended - self.started,
+            "tokens_per_s": self.batch * output / (self.ended - self.started),
+            "prefill_seconds": first - self.started,
+            "step_seconds": step,
+            "steps": len(self.ends),
+            "decode_steps": len(full),
+        }
+
+
+def roofline(weights: float, kv: float, seconds: float | None, bandwidth: float | None) -> Result:
+    """Of a decode step; kv: bytes of the cache it reads, on average. None where nobody knows what
+    the memory reaches, or no step was timed."""
+    floor, both = (each / bandwidth if bandwidth else None for each in (weights, weights + kv))
+    return {
+        "kv_read_bytes": kv,
+        "floor_seconds": floor,
+        "roofline": floor / seconds if floor and seconds else None,
+        "roofline_with_kv": both / seconds if both and seconds else None,
+    }
+
+
+def good(variant: Result) -> list[Result]:
+    return [point for point in variant["points"] if not point["error"]]
+
+
+def reasons(variant: Result) -> list[str]:
+    """Why a variant, or some of its points, could not be measured."""
+    told = (variant, *variant["points"])
+    return [f"{variant['variant']}: {each['error']}" for each in told if each["error"]]
+
+
+def against_first(variants: list[Result]) -> None:
+    """Ratios to the first variant, at the same batch and of what each does best."""
+    first = {point["batch"]: point for point in good(variants[0])}
+    for variant in variants:
+        for point in good(variant):
+            other = first.get(point["batch"], {})
+            for name in ("decode_tokens_per_s", "tokens_per_s"):
+                known = other.get(name) and point[name]
+                point[f"{name}_ratio"] = point[name] / other[name] if known else None
+        best = max(good(variant), key=lambda point: float(point["tokens_per_s"]), default=None)
+        if best is not None:
+            variant["best"] = {"batch": best["batch"], "tokens_per_s": best["tokens_per_s"]}
+            top = variants[0]["best"]
+            variant["best"]["ratio"] = top and best["tokens_per_s"] / top["tokens_per_s"]
+
+
+def facts(device: torch.device) -> Result:
+    if device.type == "cuda":
+        card = gpu(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return {"name": card.name, "arch": card.arch, "memory_bytes": memory}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = torch.get_num_threads()
+    return {"name": f"CPU, {threads} threads", "arch": platform.machine(), "memory_bytes": memory}
+
+
+def _way_out(told: str) -> str:
+    return (
+        f"{told}. Raise --memory, shorten --input or --output, or take fewer bits "
+        f"({W4A16.name}, kv4)."
+    )

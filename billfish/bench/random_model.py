@@ -1,0 +1,207 @@
+"""Models with random weights: the shape of a known one, without its files.
+
+Speed does not depend on what weights are, so a 70B can be measured where nobody has downloaded it.
+transformers builds the modules on the meta device, which costs nothing; then each weight is drawn
+on the device where it will be read, in its own dtype, module by module. Packed linears get random
+words in canonical tensors and are arranged as those of a checkpoint are.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from billfish.bench.kernels import random_tensors
+from billfish.bench.shapes import SETS, Linear
+from billfish.errors import UserError
+from billfish.models.hf import read_config, read_json
+from billfish.models.linear import QuantLinear
+from billfish.schemes.w4a16 import W4A16, cuda
+
+STD = 0.02  # of dense weights: what 80 layers add up stays far below what fp16 can hold
+# Codes are uniform, 4.6 steps from their mean; scales of random_tensors are 0.01 on average.
+SHRINK = STD / (4.6 * 0.01)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What a decoder's linears do not tell of its model."""
+
+    model_type: str
+    layers: int
+    head: int
+    vocabulary: int
+    theta: float  # of RoPE
+    context: int
+    tied: bool = False
+
+
+_REST = {
+    "llama2-7b": _Rest("llama", 32, 128, 32000, 1e4, 4096),
+    "llama3-8b": _Rest("llama", 32, 128, 128256, 5e5, 8192),
+    "llama3-70b": _Rest("llama", 80, 128, 128256, 5e5, 8192),
+    "mistral-7b": _Rest("mistral", 32, 128, 32768, 1e6, 32768),  # v0.3
+    "qwen2.5-7b": _Rest("qwen2", 28, 128, 152064, 1e6, 32768),
+    "qwen3-8b": _Rest("qwen3", 36, 128, 151936, 1e6, 40960),
+    "smollm2-135m": _Rest("llama", 30, 64, 49152, 1e5, 8192, tied=True),
+}
+NAMES = tuple(_REST)
+
+
+class Silent:
+    """In place of a tokenizer where there is none: every token is past its vocabulary, so the
+    engine decodes none and the text stays empty."""
+
+    eos_token_id = None
+    chat_template = None
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012  always empty
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, text: str) -> Any:
+        raise UserError(
+            f"prompt {text[:20]!r}: a random model has no tokenizer; give a list of token ids."
+        )
+
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return ""
+
+
+def config_of(given: str) -> Any:
+    """A model's name, a config.json, or a directory with one -> a config of transformers."""
+    if given in _REST:
+        return _named(given)
+    path = Path(given)
+    if not path.exists():
+        raise UserError(
+            f"config {given!r}: no such model, file or directory. Known models: "
+            f"{', '.join(NAMES)}; or give a config.json, or a directory with one."
+        )
+    told = read_config(path) if path.is_dir() else read_json(path)
+    told.pop("quantization_config", None)  # the variant says what the weights are
+    kind = told.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **told)
+    except ValueError:
+        raise UserError(
+            f"{given}: model_type {kind!r} is not known to this transformers. Give the config.json "
+            f"of a Llama, Mistral, Qwen2, Qwen3 or Phi-3 model, or one of {', '.join(NAMES)}."
+        ) from None
+
+
+def _named(name: str) -> Any:
+    rest, (qkv, o, _, down) = _REST[name], SETS[name].linears
+    return AutoConfig.for_model(
+        rest.model_type,
+        hidden_size=qkv.k,
+        intermediate_size=down.k,
+        num_hidden_layers=rest.layers,
+        num_attention_heads=o.k // rest.head,
+        num_key_value_heads=(qkv.n - o.k) // 2 // rest.head,
+        head_dim=rest.head,
+        vocab_size=rest.vocabulary,
+        max_position_embeddings=rest.context,
+        rope_parameters={"rope_type": "default", "rope_theta": rest.theta},
+        sliding_window=None,
+        tie_word_embeddings=rest.tied,
+    )
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> Any:
+    """The model without any memory for its weights."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model.eval().requires_grad_(False)
+
+
+def planned_bytes(model: Any, scheme: W4A16 | None) -> int:
+    """What the weights of a skeleton will take; raises where the scheme does not fit a linear."""
+    total: int = sum(parameter.nbytes for parameter in model.parameters())
+    for _, linear in _packed(model, scheme):
+        weight = linear.weight
+        assert scheme is not None
+        n, k = weight.shape
+        specs = scheme.tensors(n, k, weight.dtype)
+        total += sum(spec.nbytes for spec in specs.values()) - weight.nbytes
+    return total
+
+
+def fill(
+    model: Any,
+    scheme: W4A16 | None,  # of the linears, but lm_head; None: dense
+    device: torch.device,
+    say: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Gives a skeleton its weights."""
+    generator = torch.Generator(device).manual_seed(0)
+    if scheme is not None and device.type == "cuda":
+        cuda.prepare([scheme], model.dtype, device, say)
+    for name, linear in list(_packed(model, scheme)):
+        assert scheme is not None
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _quantized(linear, scheme, generator))
+    # Frequencies are computed and not drawn. They were on meta, where nothing is.
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=model.config).to(device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    drawn: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type == "meta":
+                if id(parameter) not in drawn:  # a tied one is drawn once
+                    drawn[id(parameter)] = _drawn(name, parameter, generator)
+                setattr(module, name, drawn[id(parameter)])
+
+
+def held_bytes(model: Any) -> int:
+    """Of all weights as they lie in memory."""
+    dense: int = sum(parameter.nbytes for parameter in model.parameters())
+    return dense + sum(m.nbytes() for m in model.modules() if isinstance(m, QuantLinear))
+
+
+def read_bytes(model: Any) -> int:
+    """Of the weights that every step reads: all linears, lm_head among them. Of the embedding it
+    reads one row a token; where it is tied it is lm_head's weight, and counts as that."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear | QuantLinear):
+            total += sum(parameter.nbytes for parameter in module.parameters())
+            total += module.nbytes() if isinstance(module, QuantLinear) else 0
+    return total
+
+
+def _packed(model: Any, scheme: W4A16 | None) -> Iterator[tuple[str, nn.Linear]]:
+    """What checkpoints of the scheme hold packed: linears of the blocks."""
+    if scheme is not None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module is not model.lm_head:
+                yield name, module
+
+
+def _quantized(linear: nn.Linear, scheme: W4A16, generator: torch.Generator) -> QuantLinear:
+    n, k = linear.weight.shape
+    dtype = linear.weight.dtype
+    made = QuantLinear(scheme, n, k, linear.bias is not None, dtype, "meta")
+    tensors = random_tensors(scheme, Linear("", k, n), dtype, generator)
+    scale = tensors["weight_scale"]
+    # Codes less 8 have the mean -1/2: in 32 layers that alone grows past fp16. Signs cancel it.
+    sign = torch.randint(0, 2, scale.shape, generator=generator, device=scale.device) * 2 - 1
+    scale.mul_(sign * SHRINK)
+    made.set_tensors(tensors)
+    made.arrange()
+    return made
+
+
+def _drawn(name: str, like: Tensor, generator: torch.Generator) -> nn.Parameter:
+    made = torch.empty_like(like, device=generator.device)
+    if like.ndim > 1:
+        made.normal_(0, STD, generator=generator)
+    else:
+        made.fill_(0 if name == "bias" else 1)
+    return nn.Parameter(made, requires_grad=False)

@@ -1,0 +1,127 @@
+"""What `bench generate` is asked: weights and cache, batch sizes, lengths, memory. Text in, checked
+values out, before anything is loaded.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+from billfish.bench.shapes import words
+from billfish.engine.cache import FORMATS
+from billfish.errors import UserError
+from billfish.schemes.w4a16 import W4A16
+
+DENSE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+STORED = "stored"  # as a checkpoint holds them
+WEIGHTS = (*DENSE, W4A16.name, STORED)
+
+
+@dataclass(frozen=True)
+class Variant:
+    weights: str
+    kv: str
+
+    def __str__(self) -> str:
+        return f"{self.weights}+{self.kv}"
+
+
+@dataclass(frozen=True)
+class Request:
+    model: str  # a checkpoint directory; if random a model's name, a config.json or its directory
+    random: bool
+    variants: tuple[Variant, ...]
+    batches: tuple[int | None, ...] = (1, 16, 64)  # None: as many as fit
+    input: int = 64
+    output: int = 64
+    rounds: int = 3
+    memory: int | None = None  # bytes, of weights and cache together
+    bandwidth: float | None = None  # bytes a second
+    dtype: str | None = None  # of what packed weights are multiplied with
+    group_size: int = 128
+    max_batched_tokens: int | None = None  # of a step; None: the engine's
+
+    def __post_init__(self) -> None:
+        rules = {"input": (self.input, 1), "output": (self.output, 2), "rounds": (self.rounds, 1)}
+        if self.max_batched_tokens is not None:
+            rules["max-batched-tokens"] = (self.max_batched_tokens, 1)
+        for name, (given, least) in rules.items():
+            if given < least:
+                raise UserError(f"--{name} {given}: give {least} or more.")
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise UserError("--bandwidth: TB/s, above 0, such as 4.54.")
+        if self.dtype is not None and self.dtype not in DENSE:
+            raise UserError(f"--dtype {self.dtype!r}: known are {', '.join(DENSE)}.")
+        for variant in self.variants:
+            if self.random and variant.weights == STORED:
+                raise UserError(
+                    f"variant {variant}: a random model has no stored weights. Take one of "
+                    f"{', '.join(WEIGHTS[:-1])}, or leave out --config and --random."
+                )
+            if not self.random and variant.weights != STORED:
+                raise UserError(
+                    f"variant {variant}: a checkpoint runs with the weights it has. Write "
+                    f"{STORED}+{variant.kv}; or take --random, for its shape alone."
+                )
+        if self.random:
+            W4A16(group_size=self.group_size)  # refuses what is no group size
+
+    @property
+    def tokens(self) -> int:  # of one sequence, prompt and text
+        return self.input + self.output
+
+
+def device_of(text: str) -> torch.device:
+    if text not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {text!r}: known are auto, cpu and cuda.")
+    there = torch.cuda.is_available()
+    if text == "cuda" and not there:
+        raise UserError("--device cuda: PyTorch finds no GPU here. `billfish doctor` says why.")
+    return torch.device("cuda" if there and text != "cpu" else "cpu")
+
+
+def usual(random: bool, device: torch.device) -> str:
+    """Variants, if none are named."""
+    if not random:
+        return f"{STORED}+kv16"
+    return "fp16+kv16,w4a16+kv16" if device.type == "cuda" else "bf16+kv16,w4a16+kv16"
+
+
+def parse_variants(text: str) -> tuple[Variant, ...]:
+    """ "fp16+kv16,w4a16+kv4" -> variants, each once, in the order given."""
+    found: dict[Variant, None] = {}
+    for word in words(text):
+        weights, _, kv = word.partition("+")
+        if weights not in WEIGHTS or kv not in FORMATS:
+            raise UserError(
+                f"variant {word!r}: is weights+cache, such as w4a16+kv4. Weights: "
+                f"{', '.join(WEIGHTS)}; cache: {', '.join(FORMATS)}."
+            )
+        found[Variant(weights, kv)] = None
+    if not found:
+        raise UserError(f"variants {text!r}: none given. Give one, such as w4a16+kv16.")
+    return tuple(found)
+
+
+def parse_batches(text: str) -> tuple[int | None, ...]:
+    """ "1,16,auto" -> (1, 16, None)."""
+    found: dict[int | None, None] = {}
+    for word in words(text):
+        if word != "auto" and not re.fullmatch(r"0*[1-9]\d*", word):
+            raise UserError(
+                f"batch {word!r}: numbers from 1, or auto for as many as fit, such as 1,16,64."
+            )
+        found[None if word == "auto" else int(word)] = None
+    if not found:
+        raise UserError(f"batch {text!r}: none given. Give numbers, or auto: 1,16,64.")
+    return tuple(found)
+
+
+def parse_bytes(text: str) -> int:
+    """ "80GB" -> 80_000_000_000; GiB and its like are powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT])(i?)B", text.strip())
+    if not found:
+        raise UserError(f"memory {text!r}: give a number and kB, MB, GB, TB or KiB's like: 80GB.")
+    size = float(found[1]) * (1024 if found[3] else 1000) ** ("kMGT".index(found[2]) + 1)
+    return int(size)
