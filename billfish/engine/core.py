@@ -4,12 +4,13 @@
              <- texts      <- detokenizer, stops        <- chosen tokens           <-
 
 A step mixes prompts and decodes under a budget of tokens. Whatever goes wrong in a step ends the
-requests that were in it, never the engine. Where the device works by itself, tokens of one step
-become text while the next is under way; a stop string then ends a text one token late, which is
-dropped.
+requests that were in it, never the engine. Where the device works by itself (a GPU), text is
+written while it does, and greedy texts run ahead: the next step begins before the tokens of this
+one are here, and what it computes for a text that turns out to have ended is dropped.
 """
 
 import itertools
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine.pages import Pages
-from billfish.engine.runner import Runner
+from billfish.engine.runner import Decoded, Runner
 from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
@@ -67,6 +68,15 @@ class _Run:
     stops: StopFinder
 
 
+@dataclass(frozen=True)
+class _Flying:
+    """A decode whose tokens nobody has read."""
+
+    decoded: Decoded
+    # run, its row in `decoded`, and where in its output the token goes
+    rows: list[tuple[_Run, int, int]]
+
+
 class Engine:
     """`add`, then `step` until nothing is unfinished. Outputs are filled in place."""
 
@@ -86,6 +96,7 @@ class Engine:
         self.scheduler = Scheduler(pages, budget, most_sequences)
         self.runs: dict[str, _Run] = {}
         self._late: list[tuple[_Run, Chosen]] = []  # tokens whose text is to be written
+        self._flying: _Flying | None = None
         self._salts = itertools.count(1)
 
     @property
@@ -118,43 +129,45 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Runs what the scheduler picks; gives the requests that have something new."""
-        pieces = self.scheduler.step()
-        if not pieces:
-            runs = list(self.runs.values())
-            for run in runs:
-                self._fail(run, RuntimeError("the scheduler finds nothing that it could run"))
-            return _once(run.request for run in runs)
-        asking = [piece for piece in pieces if piece.samples]
         news: list[_Run] = []
+        before, self._flying = self._flying, None
+        if before is not None and not self._promise(before):
+            news += self._land(before)
+            before = None
+        pieces = self.scheduler.step()
         try:
-            logits = self._logits(pieces)
+            decoded = self._run(pieces) if pieces else None
+            if before is not None:
+                news += self._land(before)
             news += self._write_late()  # while the device works
             self.scheduler.ran(pieces)
-            # What has ended meanwhile draws nothing.
-            rows = [row for row, one in enumerate(asking) if one.sequence.name in self.runs]
-            going = [self.runs[asking[row].sequence.name] for row in rows]
-            logits = logits if len(rows) == len(asking) else logits[rows]
-            chosen = choose(logits, [run.chooser for run in going])
+            going = self._going(pieces)
+            if (
+                decoded is not None
+                and decoded.found is not None
+                and all(_is_plain(run) for run, _ in going)
+            ):
+                rows = [(run, row, len(run.sequence.output)) for run, row in going]
+                self._flying = _Flying(decoded, rows)
+                return _once(run.request for run in news)
+            if decoded is None and self.runs and before is None:
+                raise RuntimeError("the scheduler finds nothing that it could run")
+            chosen = self._choose(decoded, going) if decoded is not None else []
         except Exception as error:  # memory, or a mistake of ours: the others go on
-            names = [piece.sequence.name for piece in pieces]
+            names = [piece.sequence.name for piece in pieces] or list(self.runs)
             failed = [self.runs[name] for name in names if name in self.runs]
             for run in failed:
                 self._fail(run, error)
             return _once(run.request for run in (*news, *failed))
-        for run, one in zip(going, chosen, strict=True):
-            try:
-                if isinstance(one, Exception):
-                    raise one
-                self._take(run, one)
-            except Exception as error:
-                self._fail(run, error)
+        for (run, _), one in zip(going, chosen, strict=True):
+            self._take(run, one)
         if not self.runner.asynchronous:
             news += self._write_late()
-        ended = (run for run in going if run.completion.finish_reason is not None)
+        ended = (run for run, _ in going if run.completion.finish_reason is not None)
         return _once(run.request for run in (*news, *ended))
 
-    def _logits(self, pieces: Many[Piece]) -> Tensor:
-        """Of the pieces that sample; scores of prompts on the way."""
+    def _run(self, pieces: Many[Piece]) -> Decoded:
+        """Logits of the pieces that sample; scores of prompts on the way."""
         runs = [self.runs[piece.sequence.name] for piece in pieces]
         if all(
             piece.count == 1 and piece.samples and run.request.prompt_logprobs is None
@@ -166,7 +179,57 @@ class Engine:
         self._score(hidden, starts, pieces)
         last = [start + piece.count - 1 for start, piece in zip(starts, pieces, strict=True)
                 if piece.samples]  # fmt: skip
-        return self.decoder.logits(hidden[last])
+        return Decoded(self.decoder.logits(hidden[last]))
+
+    def _going(self, pieces: Many[Piece]) -> list[tuple[_Run, int]]:
+        """Runs that draw a token, and their rows; without those that have ended meanwhile."""
+        asking = [piece.sequence.name for piece in pieces if piece.samples]
+        return [(self.runs[name], row) for row, name in enumerate(asking) if name in self.runs]
+
+    def _choose(self, decoded: Decoded, going: Many[tuple[_Run, int]]) -> list[Chosen | Exception]:
+        rows, logits = [row for _, row in going], decoded.logits
+        return choose(
+            logits if len(rows) == len(logits) else logits[rows], [run.chooser for run, _ in going]
+        )
+
+    def _promise(self, flying: _Flying) -> bool:
+        """Lets texts under way have their next token before it is known: a number that says where
+        it will be. False where it must be known first."""
+        alive = [one for one in flying.rows if one[0].completion.finish_reason is None]
+        if (
+            self.scheduler.admits
+            or len(alive) < len(self.scheduler.running)
+            or self.pages.free() < len(alive)  # else one may be preempted
+        ):
+            return False
+        going = [(run, row) for run, row, _ in alive
+                 if len(run.sequence.output) + 1 < run.params.max_tokens
+                 and len(run.sequence) + 1 < run.sequence.most]  # fmt: skip
+        for run, row in going:
+            run.sequence.output.append(-1 - row)
+        return bool(going)
+
+    def _land(self, flying: _Flying) -> list[_Run]:
+        """Takes the tokens of a decode; the runs that have ended by them."""
+        try:
+            tokens, peaks = flying.decoded.best()
+        except Exception as error:
+            for run, _, _ in flying.rows:
+                if run.completion.finish_reason is None:
+                    self._fail(run, error)
+            return [run for run, _, _ in flying.rows]
+        for run, row, at in flying.rows:
+            if run.completion.finish_reason is not None:
+                continue
+            del run.sequence.output[at:]  # what was promised
+            if math.isfinite(peaks[row]):
+                run.chooser.note(tokens[row])
+                self._take(run, Chosen(tokens[row]))
+            else:
+                self._take(run, ArithmeticError(
+                    f"token {at + 1} of this sequence: a logit is NaN or infinite. The model "
+                    "overflowed; load it with a wider dtype."))  # fmt: skip
+        return [run for run, _, _ in flying.rows if run.completion.finish_reason is not None]
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, starts: list[int], pieces: Many[Piece]) -> None:
@@ -184,8 +247,16 @@ class Engine:
                 wanted = torch.tensor(following, device=hidden.device)[:, None]
                 scores += logprobs.gather(1, wanted)[:, 0].tolist()
 
-    def _take(self, run: _Run, chosen: Chosen) -> None:
-        """A token more, and whether it was the last."""
+    def _take(self, run: _Run, chosen: Chosen | Exception) -> None:
+        """A token more, and whether it was the last; or what went wrong with this one alone."""
+        try:
+            if isinstance(chosen, Exception):
+                raise chosen
+            self._accept(run, chosen)
+        except Exception as error:
+            self._fail(run, error)
+
+    def _accept(self, run: _Run, chosen: Chosen) -> None:
         sequence, completion, params = run.sequence, run.completion, run.params
         sequence.output.append(chosen.token)
         run.request.cached_tokens = max(run.request.cached_tokens, sequence.cached)
@@ -244,6 +315,11 @@ class Engine:
         run.completion.finish_reason = "error"
         if self.runs.pop(run.sequence.name, None) is not None:
             self.scheduler.cancel(run.sequence.name)
+
+
+def _is_plain(run: _Run) -> bool:
+    """Its next token is the best one, whatever it is, and nobody asks for more."""
+    return run.chooser.greedy and not run.chooser.edits and run.params.logprobs is None
 
 
 def _once(requests: Any) -> list[RequestOutput]:

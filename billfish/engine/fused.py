@@ -44,6 +44,8 @@ def programs(dtype: torch.dtype, kind: str, head_dim: int, turned: bool) -> tupl
     return (
         Program(HERE / "small.cuh", f"billfish::rms_norm<{number}>"),
         Program(HERE / "small.cuh", f"billfish::swiglu<{number}>"),
+        Program(HERE / "small.cuh", "billfish::embed"),
+        Program(HERE / "small.cuh", f"billfish::best_of<{number}>"),
         Program(HERE / "store.cuh", f"billfish::rope_store<{record}, {str(turned).lower()}>"),
         Program(HERE / "store.cuh", f"billfish::gather<{record}>"),
     )
@@ -71,7 +73,7 @@ class Fused:
         if turn is not None and self.group > TURNED_GROUP:
             raise ValueError(f"{self.group} query heads for a kv head, turned")
         self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
-        self._norm, self._swiglu, self._store, self._gather = (
+        self._norm, self._swiglu, self._embed, self._best, self._store, self._gather = (
             _kernel(program).load(device)
             for program in programs(dtype, pool.name, shape.head_dim, turn is not None)
         )
@@ -89,6 +91,27 @@ class Fused:
             self._threads = 2 * shape.head_dim  # a warp for 16 outputs
             blocks = TURNED_BLOCKS * self._store.gpu.sms // shape.kv_heads
             self._most_blocks = max(1, blocks)
+
+    def embed(self, tokens: Tensor, found: Tensor, table: Tensor, out: Tensor) -> None:
+        """Rows of a table; tokens (rows,) int32, where -1 - i stands for found[i, 0]."""
+        assert tokens.dtype == found.dtype == torch.int32
+        width = table.shape[1]
+        if width % CHUNK:
+            raise ValueError(f"an embedding of {width} numbers")
+        args = (
+            tokens.data_ptr(),
+            found.data_ptr(),
+            table.data_ptr(),
+            out.data_ptr(),
+            width // CHUNK,
+        )
+        threads = min(-(-width // CHUNK // 32) * 32, NORM_THREADS)
+        self._embed.launch(len(tokens), threads, args, pdl=True)
+
+    def best(self, logits: Tensor, found: Tensor) -> None:
+        """(rows, vocabulary) -> each row's best token and its logit's bits, (rows, 2) int32."""
+        args = (logits.data_ptr(), found.data_ptr(), logits.shape[1])
+        self._best.launch(len(logits), NORM_THREADS, args, pdl=True)
 
     def norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor

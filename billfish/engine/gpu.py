@@ -5,6 +5,7 @@ over tables filled for this one. Steps with prompts in them run kernel by kernel
 reads K and V back from the pages and goes through the library.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -17,6 +18,7 @@ from billfish.engine import decode, fused
 from billfish.engine.decode import PAGE, DecodeAttention, Tables
 from billfish.engine.fused import Fused
 from billfish.engine.pool import Pool
+from billfish.engine.runner import Decoded
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit
 from billfish.kernels.device import gpu
@@ -70,20 +72,29 @@ class GpuRunner:
         self.tables = Tables(most_sequences, most_tokens, shape.windows, device)
         self.attention = DecodeAttention(shape, dtype, pool, self.tables)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The best token of each row and its logit's bits; read by the next decode, and by the host
+        # from two places in turn: one is read while the other is written.
+        self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
+        places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
+        self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
         self._step(most_sequences)  # loads every kernel: nothing can be loaded in a capture
         if graphs:
             self._capture(buckets(most_sequences))
 
-    def decode(self, pieces: Many[Piece]) -> Tensor:  # (pieces, vocabulary), until the next call
-        """One token of each piece, and the logits of what follows it."""
-        rows = next((size for size in sorted(self.graphs) if size >= len(pieces)), len(pieces))
+    def decode(self, pieces: Many[Piece]) -> Decoded:
+        """One token of each piece, and what follows it."""
+        count = len(pieces)
+        rows = next((size for size in sorted(self.graphs) if size >= count), count)
         self.tables.fill(pieces, rows)
         if rows in self.graphs:
             graph, logits = self.graphs[rows]
             graph.replay()
         else:
             logits = self._step(rows)
-        return logits[: len(pieces)]
+        place, landed = next(self._landings)
+        place[:count].copy_(self.found[:count], non_blocking=True)
+        landed.record()
+        return Decoded(logits[:count], place[:count], landed)
 
     @torch.inference_mode()
     def hidden(self, pieces: Many[Piece]) -> Tensor:  # (tokens of all pieces, hidden)
@@ -114,12 +125,15 @@ class GpuRunner:
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
         hidden = self._forward(tokens, positions, slots, self.attention)
         logits: Tensor = self.decoder.head(hidden)
+        self.fused.best(logits, self.found)
         return logits
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         decoder, shape, fused = self.decoder, self.shape, self.fused
-        hidden: Tensor = decoder.embed(tokens)
-        x, count, delta = torch.empty_like(hidden), len(tokens), None
+        table, count, delta = decoder.embed.weight, len(tokens), None
+        hidden = table.new_empty(count, table.shape[1])
+        fused.embed(tokens, self.found, table, hidden)
+        x = torch.empty_like(hidden)
         q = hidden.new_empty(count, shape.heads, shape.head_dim)
         mixed = torch.empty_like(q)
         for index, layer in enumerate(decoder.layers):

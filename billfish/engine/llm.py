@@ -85,11 +85,11 @@ class LLM:
         )
         budget = max_batched_tokens or BUDGET[kind]
         max_num_seqs = min(max_num_seqs, budget)
-        runner: Runner = (
-            gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len)
-            if isinstance(cache, Pool)
-            else TorchRunner(decoder, cache)
-        )
+        runner: Runner
+        if isinstance(cache, Pool):
+            runner = gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len)
+        else:
+            runner = TorchRunner(decoder, cache)
         self.engine = Engine(
             runner, self.tokenizer, Pages(pages, size, prefix_caching),
             _eos(model, self.tokenizer), budget, max_num_seqs, self.max_model_len,
@@ -138,15 +138,20 @@ class LLM:
     def _wait_for(
         self, requests: Sequence[RequestOutput], params: Sequence[SamplingParams]
     ) -> None:
-        news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def notify(output: RequestOutput) -> None:
+            # Of every token this thread need not know: to wake it takes Python's lock from the
+            # engine, 64 times a step.
+            if output.finished:
+                ended.put(output.name)
+
         try:
             for request, one in zip(requests, params, strict=True):
-                self._worker.add(request, one, news.put)
+                self._worker.add(request, one, notify)
             unfinished = {request.name for request in requests}
             while unfinished:
-                output = news.get()
-                if output.finished:  # perhaps not yet when this was put: it may come again
-                    unfinished.discard(output.name)
+                unfinished.discard(ended.get())
         except BaseException:
             for request in requests:
                 self._worker.cancel(request.name)

@@ -1,6 +1,7 @@
 """What runs a step's pieces through the model: with torch's operators on any device, or gpu.py."""
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,17 +13,37 @@ from billfish.engine.scheduler import Piece
 from billfish.models.decoder import Decoder
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """One token a row; perhaps still under way."""
+
+    logits: Tensor  # (rows, vocabulary), until the next call of the runner
+    # Of an asynchronous runner: (rows, 2) int32 in memory of the host, the best token and its
+    # logit's bits, once `landed` has happened. Good until the next call but one.
+    found: Tensor | None = None
+    landed: torch.Event | None = None
+
+    def best(self) -> tuple[list[int], list[float]]:
+        """Each row's best token and its logit; waits for them."""
+        if self.found is None or self.landed is None:
+            peaks, tokens = self.logits.max(dim=-1)
+            return tokens.tolist(), peaks.tolist()
+        self.landed.synchronize()
+        return self.found[:, 0].tolist(), self.found[:, 1].view(torch.float32).tolist()
+
+
 class Runner(Protocol):
     decoder: Decoder
-    # Whether a call returns before its work is done, so that there is time for something else.
+    # Whether a call returns before its work is done. A decode may then take tokens that are not
+    # known yet: -1 - i is the best token of row i of the decode before.
     asynchronous: bool
 
     def hidden(self, pieces: Many[Piece]) -> Tensor:
         """(tokens, hidden) of all pieces, one after the other; K and V of them are in pages."""
         ...
 
-    def decode(self, pieces: Many[Piece]) -> Tensor:
-        """The same where each is one token: logits (pieces, vocabulary), until the next call."""
+    def decode(self, pieces: Many[Piece]) -> Decoded:
+        """The same where each is one token, and what may follow it."""
         ...
 
 
@@ -32,6 +53,9 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self.decoder, self.page_tokens = decoder, cache.page_tokens
         self.attention = PagedAttention(cache, decoder.shape.scale, decoder.shape.windows)
+
+    def tokens(self, piece: Piece) -> list[int]:
+        return piece.sequence.part(piece.start, piece.start + piece.count)
 
     @torch.inference_mode()
     def hidden(self, pieces: Many[Piece]) -> Tensor:
@@ -43,7 +67,7 @@ class TorchRunner:
         for piece in pieces:
             sequence, end = piece.sequence, piece.start + piece.count
             starts.append(len(tokens))
-            tokens += sequence.part(piece.start, end)
+            tokens += self.tokens(piece)
             positions += range(piece.start, end)
             slots += [sequence.pages[i // size] * size + i % size for i in range(piece.start, end)]
         batch = Batch(
@@ -62,5 +86,5 @@ class TorchRunner:
         )
 
     @torch.inference_mode()
-    def decode(self, pieces: Many[Piece]) -> Tensor:
-        return self.decoder.logits(self.hidden(pieces))
+    def decode(self, pieces: Many[Piece]) -> Decoded:
+        return Decoded(self.decoder.logits(self.hidden(pieces)))

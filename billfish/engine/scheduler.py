@@ -86,6 +86,11 @@ class Scheduler:
         """Those that hold none, by arrival."""
         return tuple(self._waiting)
 
+    @property
+    def admits(self) -> bool:
+        """Whether the next step might let somebody in."""
+        return bool(self._waiting) and not self._stuck and len(self._running) < self.most_sequences
+
     def add(self, sequence: Sequence) -> None:
         """Put it behind all others. ValueError if it can never run to its end."""
         name, most = sequence.name, sequence.most

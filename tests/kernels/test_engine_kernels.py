@@ -204,6 +204,28 @@ def test_swiglu(on_cpu, dtype):
 
 
 @emulator
+@every_dtype
+def test_embed_and_best(on_cpu, dtype):
+    run = Case("kv16", 64, dtype).fused
+    for width in (1000, 1003, 40_000):
+        logits = torch.randn(5, width).to(dtype)
+        logits[1, width // 2 :: 7] = 100.0  # of equals the first
+        logits[2, width - 1] = torch.nan
+        logits[3] = -torch.inf
+        found = torch.zeros(6, 2, dtype=torch.int32)
+        run.best(logits, found)
+        peaks, best = logits.max(dim=-1)
+        assert found[:5, 0].tolist() == best.tolist()
+        told = found[:5, 1].view(torch.float32)
+        assert torch.equal(told.nan_to_num(7.0), peaks.float().nan_to_num(7.0))
+        assert (found[5] == 0).all()
+    table, out = torch.randn(40, 72).to(dtype), torch.empty(3, 72, dtype=dtype)
+    found[:3, 0] = torch.tensor([4, 39, 11])
+    run.embed(torch.tensor([8, -2, -3], dtype=torch.int32), found, table, out)
+    assert torch.equal(out, table[[8, 39, 11]])
+
+
+@emulator
 def test_what_no_kernel_can_do_is_refused(on_cpu):
     run, x = Case("kv16", 64, torch.float16).fused, torch.zeros(1, 20, dtype=torch.float16)
     with pytest.raises(ValueError, match="norm of 20"):

@@ -1,0 +1,137 @@
+"""Running ahead: the next decode begins before the tokens of this one are known. On a CPU, with a
+runner that hides them as a GPU would."""
+
+import random
+
+import pytest
+import torch
+from tiny import write_checkpoint
+
+from billfish import LLM, SamplingParams
+from billfish.engine.runner import Decoded, TorchRunner
+
+
+class Ahead(TorchRunner):
+    """Tokens that are not known yet come from the decode before, and from nowhere else."""
+
+    asynchronous = True
+
+    def __init__(self, inner):
+        self.decoder, self.page_tokens = inner.decoder, inner.page_tokens
+        self.attention, self.found, self.promised = inner.attention, None, 0
+
+    def tokens(self, piece):
+        given = super().tokens(piece)
+        self.promised += sum(token < 0 for token in given)
+        return [token if token >= 0 else int(self.found[-1 - token, 0]) for token in given]
+
+    def decode(self, pieces):
+        logits = super().decode(pieces).logits
+        peaks, best = logits.max(dim=-1)
+        self.found = torch.stack((best.int(), peaks.float().view(torch.int32)), 1)
+
+        class Now:
+            def synchronize(self):
+                pass
+
+        return Decoded(logits, self.found.clone(), Now())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("ahead") / "model")
+
+
+def ahead(path, **options):
+    made = LLM(path, dtype="float32", **options)
+    made.engine.runner = Ahead(made.engine.runner)
+    return made
+
+
+def requests(count, seed, plain):
+    """Prompts and params of many kinds; some end by a token, some by a string, some by length.
+    Those that are not plain keep the whole batch from running ahead."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        prompt = "".join(draw.choices("abcdefgh ", k=draw.randint(1, 40)))
+        yield (
+            prompt,
+            SamplingParams(
+                max_tokens=draw.randint(1, 60),
+                temperature=0 if plain else draw.choice((0, 0, 0, 0.8)),
+                seed=7,
+                stop=draw.choice(((), (), ("a",), ("bc", "\x0b"))),
+                stop_token_ids=draw.choice(((), (5, 17))),
+                logprobs=None if plain else draw.choice((None, None, None, 2)),
+                min_tokens=draw.choice((0, 0, 1)),
+            ),
+        )
+
+
+def facts(output):
+    one = output.outputs[0]
+    return one.text, one.token_ids, one.finish_reason, one.stop_reason, len(one.logprobs)
+
+
+@pytest.mark.parametrize("options", [{}, {"pages": 12}, {"max_num_seqs": 3}], ids=str)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "mixed"])
+def test_texts_are_the_same(options, plain, path):
+    asked = list(requests(60, 1, plain))
+    prompts, params = map(list, zip(*asked, strict=True))
+    with LLM(path, dtype="float32") as made:
+        wanted = [facts(output) for output in made.generate(prompts, params)]
+    with ahead(path, **options) as made:
+        assert [facts(output) for output in made.generate(prompts, params)] == wanted
+        assert made.engine.runner.promised > (50 if plain else -1)  # it did run ahead
+        assert made.engine.pages.used() == 0
+
+
+def test_one_alone_runs_ahead_all_the_way(path):
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    with ahead(path) as made:
+        (output,) = made.generate(["abc"], params)
+        assert len(output.outputs[0].token_ids) == 50
+        # The first token comes with the prompt, the second is the first that nobody waits for.
+        assert made.engine.runner.promised == 48
+
+
+def test_cancelled_while_it_flies(path):
+    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+    with ahead(path) as made:
+        engine = made.engine
+        outputs = [made._request(prompt, params) for prompt in ("abc", "defgh")]
+        for output in outputs:
+            engine.add(output, params)
+        for _ in range(10):
+            engine.step()
+        engine.cancel(outputs[0].name)
+        while not engine.idle:
+            engine.step()
+        assert outputs[0].outputs[0].finish_reason == "cancelled"
+        (alone,) = made.generate(["defgh"], params)
+        assert outputs[1].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert engine.pages.used() == 0
+
+
+def test_a_bad_row_ends_its_request_alone(path):
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with ahead(path) as made:
+        engine, runner = made.engine, made.engine.runner
+        inner, calls = runner.decode, []
+
+        def spoilt(pieces):
+            calls.append(len(pieces))
+            decoded = inner(pieces)
+            if len(calls) == 5:
+                decoded.found[1, 1] = torch.tensor(float("nan")).view(torch.int32)
+            return decoded
+
+        runner.decode = spoilt
+        outputs = [made._request(prompt, params) for prompt in ("abc", "defgh")]
+        for output in outputs:
+            engine.add(output, params)
+        while not engine.idle:
+            engine.step()
+        assert "NaN" in outputs[1].outputs[0].error
+        assert outputs[0].outputs[0].finish_reason == "length"
+        assert len(outputs[0].outputs[0].token_ids) == 30
