@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from billfish.engine.pages import Pages
+from billfish.engine.params import SamplingParams
 from billfish.engine.runner import Decoded, Runner
-from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose
+from billfish.engine.sampling import Chooser, Chosen, choose, tell
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
 
+SCORED = 256  # prompt tokens whose logits are held at once
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -48,7 +50,7 @@ class RequestOutput:
     outputs: list[Completion]
     cached_tokens: int = 0  # of the prompt, found in pages of earlier ones
     # Of every prompt token but the first, given those before it; if asked for.
-    prompt_logprobs: list[float] | None = None
+    prompt_logprobs: list[Chosen] | None = None
 
     @property
     def finished(self) -> bool:
@@ -105,8 +107,9 @@ class Engine:
 
     def add(self, request: RequestOutput, params: SamplingParams) -> None:
         """ValueError if its pages are more than there are."""
-        prompt = request.prompt_token_ids
-        scored = request.prompt_logprobs is not None
+        prompt, scored = request.prompt_token_ids, params.prompt_logprobs is not None
+        if scored:
+            request.prompt_logprobs = []
         for completion in request.outputs:
             sequence = Sequence(
                 name=f"{request.name}/{completion.index}",
@@ -142,6 +145,7 @@ class Engine:
             news += self._write_late()  # while the device works
             self.scheduler.ran(pieces)
             going = self._going(pieces)
+            news += self._end_scored(pieces)
             if (
                 decoded is not None
                 and decoded.found is not None
@@ -170,7 +174,7 @@ class Engine:
         """Logits of the pieces that sample; scores of prompts on the way."""
         runs = [self.runs[piece.sequence.name] for piece in pieces]
         if all(
-            piece.count == 1 and piece.samples and run.request.prompt_logprobs is None
+            piece.count == 1 and piece.samples and run.params.prompt_logprobs is None
             for piece, run in zip(pieces, runs, strict=True)
         ):
             return self.runner.decode(pieces)
@@ -191,6 +195,17 @@ class Engine:
         return choose(
             logits if len(rows) == len(logits) else logits[rows], [run.chooser for run, _ in going]
         )
+
+    def _end_scored(self, pieces: Many[Piece]) -> list[_Run]:
+        """Prompts that were to be scored and not continued."""
+        ended = []
+        for piece in pieces:
+            run = self.runs.get(piece.sequence.name)
+            all_done = piece.start + piece.count == len(piece.sequence)
+            if run is not None and run.params.max_tokens == 0 and all_done:
+                self._end(run, "length")
+                ended.append(run)
+        return ended
 
     def _promise(self, flying: _Flying) -> bool:
         """Lets texts under way have their next token before it is known: a number that says where
@@ -235,17 +250,19 @@ class Engine:
     def _score(self, hidden: Tensor, starts: list[int], pieces: Many[Piece]) -> None:
         """What the model gave the prompt's tokens that follow those of each piece."""
         for start, piece in zip(starts, pieces, strict=True):
-            scores = self.runs[piece.sequence.name].request.prompt_logprobs
-            if scores is None:
+            run = self.runs[piece.sequence.name]
+            scores, count = run.request.prompt_logprobs, run.params.prompt_logprobs
+            if scores is None or count is None or run.completion.index > 0:
                 continue
             done = len(scores)  # a preempted prompt is computed twice, and scored once
             first, end = max(piece.start, done), piece.start + piece.count
             following = piece.sequence.prompt[first + 1 : end + 1]
-            if following:
-                rows = hidden[start + first - piece.start :][: len(following)]
-                logprobs = self.decoder.logits(rows).log_softmax(-1)
-                wanted = torch.tensor(following, device=hidden.device)[:, None]
-                scores += logprobs.gather(1, wanted)[:, 0].tolist()
+            for row in range(0, len(following), SCORED):  # logits of a whole prompt are gigabytes
+                some = following[row : row + SCORED]
+                at = start + first - piece.start + row
+                logits = self.decoder.logits(hidden[at : at + len(some)])
+                tokens = torch.tensor(some, device=hidden.device)
+                scores += tell(logits, tokens, [count] * len(some))
 
     def _take(self, run: _Run, chosen: Chosen | Exception) -> None:
         """A token more, and whether it was the last; or what went wrong with this one alone."""

@@ -125,15 +125,14 @@ class LLM:
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
         """Log-probability of every token but the first, given those before it."""
-        params = SamplingParams(max_tokens=1, temperature=0)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         requests = [self._request(prompt, params) for prompt in prompts]
-        for request in requests:
-            request.prompt_logprobs = []
         self._wait_for(requests, [params] * len(requests))
         for request in requests:
             if request.outputs[0].error:
                 raise RuntimeError(request.outputs[0].error)
-        return [request.prompt_logprobs or [] for request in requests]
+        return [[one.logprob or 0.0 for one in request.prompt_logprobs or []]
+                for request in requests]  # fmt: skip
 
     def _wait_for(
         self, requests: Sequence[RequestOutput], params: Sequence[SamplingParams]
@@ -197,6 +196,11 @@ class LLM:
     def close(self) -> None:
         self._worker.close()
 
+    @property
+    def closed(self) -> bool:
+        """Also when its thread has died of a mistake: nothing is answered any more."""
+        return self._worker.closed
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -214,7 +218,7 @@ class LLM:
             raise UserError(
                 f"token id {wrong[0]!r} in a prompt: ids are 0 to {self.vocabulary - 1}."
             )
-        if len(ids) >= self.max_model_len:
+        if len(ids) + min(params.max_tokens, 1) > self.max_model_len:
             raise UserError(
                 f"a prompt of {len(ids)} tokens leaves no room: prompt and text together have "
                 f"{self.max_model_len} (max_model_len). Shorten it."
@@ -241,6 +245,10 @@ class _Worker:
         self._lock, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._work, name="billfish-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def add(self, request: RequestOutput, params: SamplingParams, notify: Notify) -> None:
         def order() -> None:
@@ -299,7 +307,11 @@ class _Worker:
             if notify is not None:
                 if output.finished:
                     del self._waiting[output.name]
-                notify(output)
+                try:
+                    notify(output)
+                except Exception:  # nobody listens any more, say, a loop that was closed
+                    self._waiting.pop(output.name, None)
+                    self.engine.cancel(output.name)
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

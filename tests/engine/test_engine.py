@@ -329,3 +329,21 @@ def test_soak(path, llm):
 
 def greedy(count):
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def test_prompts_are_scored_with_their_rivals_and_not_continued(path):
+    model, _ = load(path)
+    with LLM(path, max_model_len=60) as made:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=3)
+        (output,) = made.generate(["x" * 60], params)  # no room for a token more
+        assert output.finished and not output.outputs[0].token_ids
+        (output,) = made.generate(["a billfish"], params)
+        ids = output.prompt_token_ids
+        logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        assert [one.token for one in output.prompt_logprobs] == ids[1:]
+        for row, one in zip(logprobs, output.prompt_logprobs, strict=False):
+            assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-3)
+            assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
+        with pytest.raises(UserError, match="max_tokens 0"):
+            SamplingParams(max_tokens=0)
+        assert made.engine.idle and made.engine.pages.used() == 0
