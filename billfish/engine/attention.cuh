@@ -19,9 +19,6 @@
 
 #include "billfish/attend_stage.cuh"
 
-#ifndef BLK
-#define BLK 8
-#endif
 namespace billfish {
 
 // One chunk of a sequence, as engine/decode.py lists them; the same for all heads.
@@ -188,7 +185,7 @@ BILLFISH_DEVICE void store_channels(const Sums<kDim>& sums, u16* out, int group,
 // `head` says how many chunks there are and where in `table` they are listed; pages are named there,
 // too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before and after.
 template <class T, class F, int kDim>
-__global__ void __launch_bounds__(32, BLK)
+__global__ void __launch_bounds__(32, 8)
 attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
        const int* __restrict__ table, const int* __restrict__ head, float* workspace,
        u32* arrived, int kv_heads, int group, float scale) {
@@ -205,7 +202,11 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     const int items = head[0] * kv_heads;
     const Chunk* rows = reinterpret_cast<const Chunk*>(table + head[1]);
     int item = blockIdx.x;
-    if (item >= items) return dependency_wait();  // whoever waits for us counts on those before us
+    if (item >= items) {  // its memory is the next kernel's, at once
+        // But somebody waits: whoever waits for this kernel counts on those before it.
+        if (item == 0) dependency_wait();
+        return;
+    }
     Work<kDim> now, ahead;
     now.find(rows, item, items, kv_heads);
     if (lane == 0) {

@@ -185,3 +185,26 @@ def test_chunks_cover_every_page_and_are_few():
     assert (counts * each >= pages).all() and ((counts - 1) * each < np.maximum(pages, 1)).all()
     windowed = decode.chunks(lengths, 4096)
     assert windowed.max() <= decode.chunks(np.array([4096 + 63], np.int32), None).max()
+
+
+def test_tables_that_advance_are_those_built_anew(monkeypatch):
+    sequences = [Sequence(str(i), [], 400, pages=[8 * i, 8 * i + 1]) for i in range(3)]
+    old, advanced, inner = decode.Tables(4, 512, (None, None), CPU), [], decode.Tables._advance
+    monkeypatch.setattr(
+        decode.Tables, "_advance", lambda *args: advanced.append(inner(*args)) or advanced[-1]
+    )
+    for step in range(100):
+        starts = [40 + step, 7 + step, 60 + step]
+        for one, start in zip(sequences, starts, strict=True):
+            one.prompt = [step + start] * (start + 1)
+            one.pages += [50 + step] * (start // PAGE + 1 - len(one.pages))
+        pieces = [Piece(one, start, 1, True) for one, start in zip(sequences, starts, strict=True)]
+        pieces = pieces[: 3 - step % 37 // 36]  # one leaves, and comes back
+        old.fill(pieces, 4)
+        before = len(advanced)
+        new = decode.Tables(4, 512, (None, None), CPU)
+        new.fill(pieces, 4)
+        assert not any(advanced[before:])
+        end = new._shape[2]
+        assert torch.equal(old.card[:end], new.card[:end]), step
+    assert sum(advanced) > 80

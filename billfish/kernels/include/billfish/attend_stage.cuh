@@ -10,13 +10,7 @@ namespace billfish {
 
 #if __CUDA_ARCH__ >= 900
 
-#ifndef ATONCE
-#define ATONCE 2
-#endif
-#ifndef RINGB
-#define RINGB 27648
-#endif
-constexpr int kRingBytes = RINGB;  // 8 blocks of this fit on an SM
+constexpr int kRingBytes = 27648;  // 8 blocks of this fit on an SM
 
 template <class F, int kDim>
 struct AttendStage {
@@ -231,7 +225,7 @@ BILLFISH_DEVICE void take_stage(Sums<kDim>& sums, const Queries<T, F, kDim>& que
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const float none = __uint_as_float(0xff800000u);
     float s[kTiles][4], most[2] = {none, none};
-    constexpr int kAtOnce = kTiles < 2 ? 1 : ATONCE;
+    constexpr int kAtOnce = kTiles < 2 ? 1 : 2;
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += kAtOnce)
         multiply_keys<T, F, kDim, kAtOnce>(

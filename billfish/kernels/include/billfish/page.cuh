@@ -7,9 +7,6 @@
 
 #include "billfish/mma.cuh"
 
-#ifndef K4T
-#define K4T 64
-#endif
 namespace billfish {
 
 constexpr int kPageTokens = 64;
@@ -17,7 +14,7 @@ constexpr int kPageTokens = 64;
 // kStageTokens: what is copied at once, 8 KB at 128 channels. Number: what is multiplied; codes are
 // fp16 subnormals whatever the model's type is.
 struct Kv4 {
-    static constexpr int kBits = 4, kStageTokens = K4T;
+    static constexpr int kBits = 4, kStageTokens = 64;
     static constexpr u32 kFirst = 0x000f000fu;  // a pair of codes; the next are to its left
     template <class T>
     using Number = Half;
