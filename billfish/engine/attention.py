@@ -117,7 +117,8 @@ class PagedAttention:
         tokens, heads, head_dim = q.shape
         kv_heads = k.shape[1]
         # Heads of one K head side by side: no copy of K per head, as enable_gqa makes on a CPU.
-        queries = q.float().view(tokens, kv_heads, heads // kv_heads, head_dim)
+        queries = self.cache.queries(layer, q).float()
+        queries = queries.view(tokens, kv_heads, heads // kv_heads, head_dim)
         out = torch.empty_like(queries)
         window = self.windows[layer]
         for read in batch.reads(self.cache.page_tokens, window):

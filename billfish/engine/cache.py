@@ -2,7 +2,8 @@
 
 Slot s is place s % page_tokens of page s // page_tokens. Each token's bytes are its own: a write
 never reads what is there, so pages may be shared, freed and filled again without being cleared.
-`read` is the oracle of a format: whatever attends, attends to the numbers that it gives back.
+`read` is the oracle of a format: whatever attends, attends to the numbers that it gives back, with
+queries as `queries` gives them.
 Knows nothing of sequences, of who owns a page (that is the pool) and of attention.
 
     one token of one layer:   K head 0 | K head 1 | ... | V head 0 | V head 1 | ...
@@ -12,13 +13,13 @@ The grid is not formats/grid.py's: that one includes 0 and stores an integer zer
 Here the zero is a token's own minimum, so that heads with a bias (Qwen2's K) lose no levels.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from billfish.engine.turn import Turn
 from billfish.errors import UserError
 
 
@@ -54,6 +55,10 @@ class Cache(Protocol):
         count: int,  # at most n * page_tokens
     ) -> tuple[Tensor, Tensor]:
         """The first `count` tokens of these pages: k and v, (count, kv_heads, head_dim), dtype."""
+        ...
+
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        """(tokens, heads, head_dim): as they must be to meet the keys that `read` gives."""
         ...
 
     def nbytes(self) -> int: ...
@@ -92,6 +97,9 @@ class Kv16:
     def read(self, layer: int, pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
         k, v = _gather(self.numbers[layer], pages, count).unbind(1)
         return k, v
+
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        return q
 
     def nbytes(self) -> int:
         return self.numbers.nbytes
@@ -153,6 +161,9 @@ class _PerToken:
         k, v = codes.mul_(step).add_(low).to(self.dtype).unbind(1)
         return k, v
 
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        return q
+
     def nbytes(self) -> int:
         return self.codes.nbytes + self.grids.nbytes
 
@@ -178,20 +189,18 @@ class Kv4Plain(_PerToken):
 
 
 class Kv4(Kv4Plain):
-    """Turned before it is coded and turned back when read: a few channels of K are much larger than
-    the others, and a token's step would be theirs. LOG 2026-11-15: half of the loss."""
+    """K is turned before it is coded (turn.py), and `read` gives it as it is coded: queries are
+    turned to meet it. V is coded as it comes: to turn it as well brought nothing. Without a turn K
+    comes as it is, too; whoever makes the cache sets one."""
 
     name: ClassVar[str] = "kv4"
+    turn: Turn | None = None
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        turn = _turn(k.shape[-1], k.device)
-        limit = self.limit / k.shape[-1] ** 0.5  # a turned number stays in range
-        super().write(layer, slots, *(x.float().clamp(-limit, limit) @ turn for x in (k, v)))
+        super().write(layer, slots, k if self.turn is None else self.turn.keys(layer, k), v)
 
-    def read(self, layer: int, pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        k, v = super().read(layer, pages, count)
-        back = _turn(k.shape[-1], k.device).T
-        return (k.float() @ back).to(self.dtype), (v.float() @ back).to(self.dtype)
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        return q if self.turn is None else self.turn.queries(layer, q)
 
 
 @dataclass(frozen=True)
@@ -309,6 +318,9 @@ class Kv4Channels:
         k, v = codes.mul_(self.step[layer]).add_(self.low[layer]).to(self.dtype).unbind(1)
         return k, v
 
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        return q
+
     def nbytes(self) -> int:
         """Pages, and the two fp32 tensors that all of them share."""
         return self.codes.nbytes + self.low.nbytes + self.step.nbytes
@@ -323,19 +335,6 @@ FORMATS: dict[str, type[Cache]] = {Kv16.name: Kv16, Kv8.name: Kv8, Kv4.name: Kv4
 
 # The integer of each dtype's width: adding 1 to its bits gives the next larger positive number.
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-@functools.cache
-def _turn(size: int, device: torch.device) -> Tensor:  # (size, size) fp32, orthogonal
-    """Hadamard's matrix with signs drawn once for the rows, so that no mean falls on one channel;
-    blocks of it where `size` is no power of two."""
-    block = size & -size  # the largest power of two that divides it
-    matrix = torch.eye(size // block)
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    turn: Tensor = signs * matrix / block**0.5
-    return turn.to(device)
 
 
 def _put(pages: Tensor, slots: Tensor, numbers: Tensor) -> None:

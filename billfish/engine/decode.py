@@ -34,9 +34,9 @@ STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
 
 def chunk_pages(pages: NDArray[np.int32]) -> NDArray[np.int32]:
     """Pages of a chunk by pages of a sequence, and by nothing else: how sums are cut, and so a
-    text's bits, must not depend on the batch. Short texts spread over SMs; a chunk more is 2 KB more
-    to write and to add (64 texts of 1024 tokens take 20 us in chunks of 8 pages, 26 in chunks of 4);
-    long ones have no more than 32."""
+    text's bits, must not depend on the batch. Short texts spread over SMs; a chunk more is 2 KB
+    more to write and to add (64 texts of 1024 tokens take 20 us in chunks of 8 pages, 26 in chunks
+    of 4); long ones have no more than 32."""
     sizes = [pages <= 8, pages < 16, pages <= 256]
     each: NDArray[np.int32] = np.select(sizes, [2, 4, 8], -(-pages // 32)).astype(np.int32)
     return np.maximum(each, 1)

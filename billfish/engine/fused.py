@@ -7,13 +7,13 @@ What a kernel cannot do raises ValueError, and the caller takes torch's operator
 
 import functools
 from pathlib import Path
-from typing import Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
 from billfish.engine.pool import Pool
+from billfish.engine.turn import Turn
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.models.decoder import Shape
@@ -28,14 +28,6 @@ STORE_WARPS = 16
 TURNED_GROUP = 16  # query heads of a kv head
 TURNED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
 GATHER_SLOTS = 8
-
-
-class Turn(Protocol):
-    """What kv4 stores is (k - mean) @ to_keys; attention multiplies it with q @ to_queries."""
-
-    mean: Tensor  # (layers, kv_heads, head_dim) fp32
-    to_keys: Tensor  # (layers, kv_heads, head_dim, head_dim)
-    to_queries: Tensor
 
 
 def programs(dtype: torch.dtype, kind: str, head_dim: int, turned: bool) -> tuple[Program, ...]:

@@ -20,6 +20,7 @@ from billfish.engine.fused import Fused
 from billfish.engine.pool import Pool
 from billfish.engine.runner import Decoded
 from billfish.engine.scheduler import Piece
+from billfish.engine.turn import Turn
 from billfish.kernels import jit
 from billfish.kernels.device import gpu
 from billfish.models.decoder import Decoder, Shape
@@ -59,7 +60,7 @@ class GpuRunner:
         pool: Pool,
         most_sequences: int,
         most_tokens: int,  # of one sequence
-        turn: fused.Turn | None = None,
+        turn: Turn | None = None,
         graphs: bool = True,
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape

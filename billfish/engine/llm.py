@@ -14,18 +14,21 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from billfish.engine import gpu
-from billfish.engine.cache import FORMATS, Cache
+from billfish.engine.cache import FORMATS, Cache, Kv4
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.pages import Pages
 from billfish.engine.pool import POOLS, Pool
 from billfish.engine.runner import Runner, TorchRunner
 from billfish.engine.sampling import SamplingParams
+from billfish.engine.turn import TEXTS, TOKENS, Turn, calibrate
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
 from billfish.models.load import load
@@ -33,6 +36,7 @@ from billfish.models.load import load
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
 BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
 CPU_CACHE = 2**30  # bytes, unless told
+KV_FILE = "billfish_kv.safetensors"  # beside the weights: what a calibration found about K and V
 Prompt = str | Sequence[int]
 Notify = Callable[[RequestOutput], None]
 
@@ -85,10 +89,13 @@ class LLM:
         )
         budget = max_batched_tokens or BUDGET[kind]
         max_num_seqs = min(max_num_seqs, budget)
+        turn = _turn(path, decoder, self.tokenizer) if kv == "kv4" else None
         runner: Runner
         if isinstance(cache, Pool):
-            runner = gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len)
+            runner = gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len, turn)
         else:
+            if isinstance(cache, Kv4):
+                cache.turn = turn
             runner = TorchRunner(decoder, cache)
         self.engine = Engine(
             runner, self.tokenizer, Pages(pages, size, prefix_caching),
@@ -354,6 +361,23 @@ def _room(device: torch.device, share: float) -> int:
         return CPU_CACHE
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(free - (1 - share) * total))
+
+
+def _turn(path: Any, decoder: Decoder, tokenizer: Any) -> Turn:
+    """As the checkpoint has it, else made now from a text that the package brings: a few seconds
+    for a small model on a CPU, less on a GPU."""
+    file = Path(path) / KV_FILE if isinstance(path, str | Path) else None
+    if file is not None and file.is_file():
+        return Turn.from_tensors(load_file(file), decoder.shape).to(decoder.device)
+    size = min(TOKENS, decoder.shape.context)
+    if len(tokenizer):
+        sample = resources.files("billfish").joinpath("data/sample_calibration.txt")
+        ids = tokenizer(sample.read_text(encoding="utf-8")[: TEXTS * TOKENS * 8]).input_ids
+    else:  # a random model's
+        source = torch.Generator().manual_seed(0)
+        ids = torch.randint(decoder.shape.vocabulary, (TEXTS * size,), generator=source).tolist()
+    texts = [ids[i * size : (i + 1) * size] for i in range(TEXTS)]
+    return calibrate(decoder, [text for text in texts if text])
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from billfish.engine import cache
 from billfish.engine.cache import FORMATS, ChannelRange, Kv4, Kv4Channels, Kv4Plain, Kv8, Kv16
 from billfish.errors import UserError
 
@@ -62,23 +61,8 @@ def test_read_gives_count_tokens_in_dtype(kind, dtype):
     assert k.dtype == v.dtype == dtype
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @every_dtype
-def test_turning_saves_a_token_with_large_channels(dtype, head_dim):
-    k = torch.randn(20, KV_HEADS, head_dim)
-    k[..., 3] += 30
-    k[..., 40] -= 12
-    off = {}
-    for kind in (Kv4, Kv4Plain):
-        read, _ = through(build(kind, dtype, head_dim), k.to(dtype), k.to(dtype))
-        off[kind] = float((read.float() - k).norm() / k.norm())
-    turn = cache._turn(head_dim, CPU)
-    assert torch.allclose(turn @ turn.T, torch.eye(head_dim), atol=1e-6)
-    assert off[Kv4] < 0.6 * off[Kv4Plain] and off[Kv4] < 0.09
-
-
-@every_dtype
-def test_what_is_turned_is_turned_back(dtype):
+def test_extremes_in_four_bits(dtype):
     """Zeros exactly; extremes stay finite; a NaN stays in its token and head."""
     k, v = draw(20, dtype)
     k[2], v[3], k[5, 1, 2], v[7] = 0, 0, float("inf"), 1e30
