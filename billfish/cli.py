@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from billfish import cli_bench, cli_kernels, show
+from billfish import cli_bench, cli_kernels, cli_serve, show
 from billfish.errors import Interrupted, UserError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app = typer.Typer(
 
 app.add_typer(cli_bench.app)
 app.add_typer(cli_kernels.app)
+app.command(epilog="Example: billfish serve ./smol-w4 --kv kv8 --api-key SECRET")(cli_serve.serve)
 
 INTERRUPTED = 75
 

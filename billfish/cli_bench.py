@@ -85,7 +85,7 @@ def kernels(
         if plot is not None:
             pictures.need_matplotlib()
             plot.mkdir(parents=True, exist_ok=True)
-        _need_directory(json_)
+        need_directory(json_)
         result = _measure(request, quick, json_)
     show_bench.kernels(result)
     failed = all(point["error"] for point in result["points"])
@@ -123,7 +123,7 @@ def tune(
     from billfish.schemes.w4a16 import batch
 
     sets, rows = parse_shapes(shapes), parse_rows(m)
-    _need_directory(json_)
+    need_directory(json_)
     with show.status() as say:
         found = search.search(sets, rows, GraphCard(QUICK), QUICK, say)
     for layer in found["layers"]:
@@ -158,12 +158,12 @@ def sustain(
     request = _request("w4a16", shapes, m, "128", True, "float16", "auto", "pdl")
     if seconds < LEAST_SECONDS:
         raise UserError(f"--seconds {seconds}: give {LEAST_SECONDS} or more, to compare.")
-    _need_directory(json_)
+    need_directory(json_)
     rules = Rules()
     card = GraphCard(rules)
 
     with show.status() as say:
-        result = Sustain(request, card, rules, seconds, say, _keeper(json_)).measure()
+        result = Sustain(request, card, rules, seconds, say, keeper(json_)).measure()
     show_bench.sustained(result)
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
@@ -234,8 +234,8 @@ def generate(
 
     if plot is not None:
         need_matplotlib()
-    _need_directory(json_)
-    _need_directory(plot, "--plot")
+    need_directory(json_)
+    need_directory(plot, "--plot")
     if from_ is not None:
         if json_ is not None or model or config:
             raise UserError("--from measures nothing: drop it, or --json, --config and MODEL.")
@@ -262,7 +262,7 @@ def generate(
             max_batched_tokens=max_batched_tokens,
         )
         with show.status() as say:
-            result = bench.Run(request, chosen, say, _keeper(json_)).measure()
+            result = bench.Run(request, chosen, say, keeper(json_)).measure()
     show_bench.generated(result)
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
@@ -271,12 +271,12 @@ def generate(
         show.out.print(f"drawn: {plot}", markup=False)
 
 
-def _need_directory(target: Path | None, option: str = "--json") -> None:
+def need_directory(target: Path | None, option: str = "--json") -> None:
     if target is not None and not target.absolute().parent.is_dir():
         raise UserError(f"{option} {target}: there is no directory {target.absolute().parent}.")
 
 
-def _keeper(target: Path | None) -> Callable[[dict[str, Any]], None]:
+def keeper(target: Path | None) -> Callable[[dict[str, Any]], None]:
     """Writes a result as it grows, if there is where to."""
 
     def keep(result: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ def _measure(request: Any, quick: bool, target: Path | None) -> dict[str, Any]:
     card = GraphCard(rules)
 
     with show.status() as say:
-        return Run(request, card, rules, say, _keeper(target)).measure()
+        return Run(request, card, rules, say, keeper(target)).measure()
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:

@@ -76,6 +76,32 @@ def generated(result: Result) -> None:
                 out.print(f"{variant['variant']}{where}: {told['error']}", markup=False)
 
 
+def served(result: Result) -> None:
+    told = result["settings"]
+    lengths = ["-".join(map(str, dict.fromkeys(told[name]))) for name in ("input", "output")]
+    lines([
+        ("server", told["url"]),
+        ("model", told["model"]),
+        ("lengths", f"{lengths[0]} tokens in, {lengths[1]} out; {told['requests']} requests"),
+        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
+    ])  # fmt: skip
+    columns = ["rate", "done", "failed", "requests/s", "out tokens/s", "tokens/s"]
+    rates = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
+    table("\nthroughput", columns, [
+        [point["rate"], point["completed"], point["failed"], *(_fixed(point[r]) for r in rates)]
+        for point in result["points"]
+    ])  # fmt: skip
+    kinds = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
+    parts = ("mean", "p50", "p90", "p99")
+    table("\ntimes, ms", ["rate", "", *parts], [
+        [point["rate"], name, *(_fixed(point[key] and point[key][part]) for part in parts)]
+        for point in result["points"] for key, name in kinds.items()
+    ])  # fmt: skip
+    for point in result["points"]:
+        for error, count in point["errors"].items():
+            out.print(f"rate {point['rate']}, {count} failed: {error}", markup=False)
+
+
 def _decoded(variant: Result, point: Result) -> list[Any]:
     step, share = point["step_seconds"], point["roofline"]
     return [

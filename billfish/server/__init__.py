@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Nothing here yet."""
+"""HTTP: OpenAI's endpoints over one engine, and a page to try it."""

@@ -1,0 +1,61 @@
+"""A picture of one result of `bench serve`: time per output token against the rate of requests, as
+in figure 14 of the MARLIN paper, and time to the first token beside it.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from billfish.bench.plot import COLOURS, INK, need_matplotlib
+from billfish.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+PANELS = {"tpot_ms": "time per output token, ms", "ttft_ms": "time to the first token, ms"}
+LINES = {"p50": ("median", "-", "o"), "p90": ("p90", "--", "s"), "p99": ("p99", ":", "^")}
+
+
+def draw(result: Result, path: Path) -> None:
+    need_matplotlib()
+    try:
+        figure(result).savefig(path, dpi=160, facecolor="white")
+    except ValueError as error:  # of the ending alone: all else is ours
+        raise UserError(f"--plot {path}: {error}. Take an ending such as .png.") from None
+
+
+def figure(result: Result) -> "Figure":
+    from matplotlib.figure import Figure
+
+    told = result["settings"]
+    made = Figure(figsize=(11, 4.8), layout="constrained")
+    made.suptitle(
+        f"{told['model']}, {_range(told['input'])} tokens in, {_range(told['output'])} out, "
+        f"{told['requests']} requests a point, {result['date'][:10]}",
+        fontsize=13,
+        color=INK,
+    )
+    names = [str(point["rate"]) for point in result["points"]]
+    places = list(range(len(names))) if "inf" in names else [p["rate"] for p in result["points"]]
+    for axes, (key, title) in zip(made.subplots(1, 2), PANELS.items(), strict=True):
+        for colour, (name, (label, style, marker)) in zip(COLOURS, LINES.items(), strict=False):
+            there = [(at, point[key][name]) for at, point in zip(places, result["points"],
+                     strict=True) if point[key]]  # fmt: skip
+            axes.plot(
+                [at for at, _ in there], [value for _, value in there], label=label, color=colour,
+                linestyle=style, marker=marker, linewidth=1.8,
+            )  # fmt: skip
+        axes.set_xticks(places, names)
+        axes.set_xlabel("requests a second")
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(True, color="#DDDDDD", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    return made
+
+
+def _range(told: list[int]) -> str:
+    low, high = told
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,115 @@
+"""`billfish serve` and `billfish bench serve`: arguments in, one call. Nothing is computed here."""
+
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from billfish import cli_bench, show, show_bench
+from billfish.errors import UserError
+
+INSTALL = "pip install 'billfish[serve]'"
+
+
+class Kv(StrEnum):
+    kv16 = "kv16"
+    kv8 = "kv8"
+    kv4 = "kv4"
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and text; default: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Texts written at the same time.")] = 32,
+    max_queue: Annotated[
+        int, typer.Option(help="Texts that may wait beside them; more get 503.")
+    ] = 256,
+    kv: Annotated[Kv, typer.Option(help="The cache's format.")] = Kv.kv16,
+    gpu_memory: Annotated[
+        float, typer.Option(help="Of the card, weights and cache together.")
+    ] = 0.9,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="Asked of every client.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients; default: its directory's.")
+    ] = None,
+) -> None:
+    """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {' and '.join(missing)}: {INSTALL}")
+    from billfish.engine.llm import LLM
+    from billfish.server.run import Settings, bind, run
+
+    name = served_model_name if served_model_name is not None else model.resolve().name
+    settings = Settings(name, host, port, api_key, max_queue)
+    bound = bind(settings)
+    with show.status() as say:
+        say(f"loading {model}")
+        llm = LLM(
+            model,
+            kv=kv.value,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory=gpu_memory,
+        )
+    run(llm, settings, bound, lambda told: show.err.print(told, markup=False))
+
+
+@cli_bench.app.command(
+    "serve", epilog="Example: billfish bench serve http://127.0.0.1:8000 --rate 1,2,4 --plot s.png"
+)
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="The server's address.")],
+    rate: Annotated[
+        str, typer.Option(help="Requests a second, a list; inf: all at once.")
+    ] = "1,2,4",
+    requests: Annotated[int, typer.Option(help="Of each rate.")] = 100,
+    input_: Annotated[
+        str, typer.Option("--input", help="Tokens of a prompt: 64, or a range, 16-128.")
+    ] = "64",
+    output: Annotated[str, typer.Option(help="Tokens written to each, or a range.")] = "64",
+    model: Annotated[str | None, typer.Option(help="Its name; default: the server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="If the server asks for one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Take another one to meet no cached prompt again.")] = 0,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw times against the rate into this file: s.png.")
+    ] = None,
+) -> None:
+    """Send requests that arrive at random, and time them: TTFT, TPOT, ITL, E2E, throughput."""
+    from billfish.bench import plot_serve
+    from billfish.bench.plot import need_matplotlib
+    from billfish.bench.serve import Load, measure, parse_range, parse_rates
+
+    load = Load(
+        url, parse_rates(rate), requests, parse_range("--input", input_),
+        parse_range("--output", output), model, api_key, seed,
+    )  # fmt: skip
+    if plot is not None:
+        need_matplotlib()
+    cli_bench.need_directory(json_)
+    cli_bench.need_directory(plot, "--plot")
+    with show.status() as say:
+        result = measure(load, say, cli_bench.keeper(json_))
+    show_bench.served(result)
+    if json_ is not None:
+        show.out.print(f"written: {json_}", markup=False)
+    if plot is not None:
+        plot_serve.draw(result, plot)
+        show.out.print(f"drawn: {plot}", markup=False)
+    if not any(point["completed"] for point in result["points"]):
+        raise typer.Exit(1)  # every point has said why

@@ -1,0 +1,96 @@
+"""Texts and tokens for the server: encoding off the event loop, and how one token reads."""
+
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from billfish.engine.llm import LLM
+from billfish.server.asking import Prompt
+from billfish.server.problem import Problem
+
+
+class Words:
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.tokenizer = llm, llm.tokenizer
+        pages = llm.engine.pages
+        self.most = min(llm.max_model_len, pages.count * pages.tokens)  # prompt and text
+        # Once, alone: a truncation that its file asks for is switched off, which must not happen
+        # while the engine's thread decodes.
+        self._before: list[int] = self.tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        self._prefix = self._decode(self._before)
+        self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.text: Callable[[int], str] = lru_cache(2**16)(self._text)
+
+    async def prompt(self, given: Prompt, special: bool = True) -> list[int]:
+        if isinstance(given, str):
+            self._check_characters(len(given))
+            ids: list[int] = await asyncio.to_thread(
+                lambda: self.tokenizer(given, add_special_tokens=special).input_ids
+            )
+            if not ids:
+                raise Problem(400, "the prompt has no token; give at least one.", "prompt")
+            return ids
+        top = self.llm.vocabulary - 1
+        if beyond := next((token for token in given if not 0 <= token <= top), None):
+            raise Problem(400, f"token id {beyond} in prompt: ids are 0 to {top}.", "prompt")
+        return given
+
+    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        self._check_characters(sum(len(message["content"]) for message in messages))
+        if not self.tokenizer.chat_template:
+            raise Problem(
+                400, "this model has no chat template; use /v1/completions with a prompt.",
+                "messages",
+            )  # fmt: skip
+        try:
+            ids = await asyncio.to_thread(self.llm.templated, messages)
+        except Exception as error:  # a template's own rules, such as roles that must alternate
+            raise Problem(
+                400, f"the model's chat template refuses these messages: {error}", "messages"
+            ) from None
+        if not ids:
+            raise Problem(400, "these messages have no token; write something.", "messages")
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._decode([token for token in ids if token < len(self.tokenizer)])
+
+    def check_length(self, ids: list[int], asked: int | None) -> None:
+        """`asked`: tokens to be written; None: as many as fit."""
+        if len(ids) + (1 if asked is None else asked) <= self.most:
+            return
+        wanted = "" if asked is None else f" and {asked} to be written"
+        self._refuse(f"{len(ids)} in the prompt{wanted}")
+
+    def _check_characters(self, count: int) -> None:
+        """Megabytes that cannot fit are not worth encoding."""
+        if (least := count // self._longest) >= self.most:
+            self._refuse(f"at least {least} in the prompt")
+
+    def _refuse(self, told: str) -> None:
+        raise Problem(
+            400, f"this model's maximum context length is {self.most} tokens, and the request has "
+            f"{told}. Shorten the prompt, or lower max_tokens.",
+            "prompt", "context_length_exceeded",
+        )  # fmt: skip
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _text(self, token: int) -> str:
+        """Behind another one: decoders drop the space of a first word."""
+        if token >= len(self.tokenizer):
+            return ""
+        text = self._decode([*self._before, token])
+        return text[len(self._prefix) :] if text.startswith(self._prefix) else self._decode([token])
+
+    def info(self) -> dict[str, Any]:
+        names = ("eos_token", "bos_token", "pad_token", "chat_template")
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            **{name: getattr(self.tokenizer, name, None) for name in names},
+        }
