@@ -143,18 +143,27 @@ def quantize(
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(help="kv4: also calibrate the 4-bit KV cache with --data, and store it."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Quantize a checkpoint. Stopped at any moment, the same command goes on where it was."""
     from billfish.driver import quantize as run
     from billfish.evaluate.report import write_report
+    from billfish.kv import calibrate_kv
 
+    if kv not in (None, "kv4"):
+        raise UserError(f"--kv {kv}: known is kv4; kv16 and kv8 need no calibration.")
     request = _request(
         model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
     )
     try:
         with show.progress(quiet=json_) as tell:
             result = run(request, resume, tell)
+        if kv is not None:
+            result["kv"] = calibrate_kv(output, data, seed, device)
     except Interrupted:
         show.error("interrupted. Finished blocks are on disk; the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None

@@ -256,9 +256,9 @@ class ChannelRange:
 class Kv4Channels:
     """COMET 3.2: 4-bit codes with a step per channel, known before the first token (calibrated).
 
-    No step travels with a token: 64 bytes a head at head_dim 128. A kernel can fold the steps of K
-    into q, and those of V into the output. What lies outside the calibrated range is clamped; a NaN
-    has no code and reads as the channel's minimum.
+    No step travels with a token: 64 bytes a head at head_dim 128. A kernel could fold the steps of
+    K into q, and those of V into the output. What lies outside the calibrated range is clamped; a
+    NaN has no code and reads as the channel's minimum. Whoever makes the cache sets the ranges.
     """
 
     name: ClassVar[str] = "kv4-channel"
@@ -272,13 +272,20 @@ class Kv4Channels:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        ranges: ChannelRange,
     ) -> None:
-        shape = (layers, 2, kv_heads, head_dim)
-        if tuple(ranges.low.shape) != shape:
+        self.page_tokens, self.dtype = page_tokens, dtype
+        outer = (layers, pages, page_tokens, 2, kv_heads)
+        code_bytes = _code_bytes(4, head_dim)
+        self.codes = torch.zeros((*outer, code_bytes), dtype=torch.uint8, device=device)
+        self.low = torch.zeros((layers, 2, kv_heads, head_dim), device=device)
+        self.step = torch.zeros_like(self.low)
+
+    def set_ranges(self, ranges: ChannelRange) -> None:
+        if ranges.low.shape != self.low.shape:
             raise UserError(
-                f"Ranges of K and V are {tuple(ranges.low.shape)}, this model's are {shape}: they "
-                "were calibrated with another model. Calibrate with this one."
+                f"Ranges of K and V are {tuple(ranges.low.shape)}, this model's are "
+                f"{tuple(self.low.shape)}: they were calibrated with another model. Calibrate with "
+                "this one."
             )
         seen = (ranges.low <= ranges.high).flatten(1).all(1)
         if not seen.all():
@@ -287,26 +294,9 @@ class Kv4Channels:
                 f"Ranges of K and V: layers {missing} have channels without a finite number. "
                 "Calibrate with text that runs through the whole model."
             )
-        self.page_tokens, self.dtype = page_tokens, dtype
-        limit = _largest(dtype)  # a model calibrated in fp32 may run in fp16
-        self.low = ranges.low.to(device, torch.float32).clamp(-limit, limit)
+        limit = _largest(self.dtype)  # a model calibrated in fp32 may run in fp16
+        self.low = ranges.low.to(self.low).clamp(-limit, limit)
         self.step = (ranges.high.to(self.low).clamp(-limit, limit) - self.low) / 15
-        outer = (layers, pages, page_tokens, 2, kv_heads)
-        code_bytes = _code_bytes(4, head_dim)
-        self.codes = torch.zeros((*outer, code_bytes), dtype=torch.uint8, device=device)
-
-    @classmethod
-    def calibrated(
-        cls,
-        ranges: ChannelRange,
-        pages: int,
-        page_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Kv4Channels":
-        """A cache of the shape that was calibrated."""
-        layers, _, kv_heads, head_dim = ranges.low.shape
-        return cls(layers, pages, page_tokens, kv_heads, head_dim, dtype, device, ranges)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         numbers = torch.stack((k, v), 1).float()
@@ -330,8 +320,8 @@ class Kv4Channels:
         return layers * 2 * kv_heads * _code_bytes(4, head_dim)
 
 
-# Kv4Channels is not among them: it cannot be made without a calibration.
 FORMATS: dict[str, type[Cache]] = {Kv16.name: Kv16, Kv8.name: Kv8, Kv4.name: Kv4}
+CALIBRATED: dict[str, type[Cache]] = {Kv4Channels.name: Kv4Channels}  # useless without ranges
 
 # The integer of each dtype's width: adding 1 to its bits gives the next larger positive number.
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

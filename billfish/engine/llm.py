@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from billfish.engine import gpu
-from billfish.engine.cache import FORMATS, Cache, Kv4
+from billfish.engine.cache import CALIBRATED, FORMATS, Cache, ChannelRange, Kv4, Kv4Channels
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.pages import Pages
 from billfish.engine.pool import POOLS, Pool
@@ -36,6 +36,7 @@ from billfish.models.load import load
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
 BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
 CPU_CACHE = 2**30  # bytes, unless told
+STORAGE = {**FORMATS, **CALIBRATED}
 KV_FILE = "billfish_kv.safetensors"  # beside the weights: what a calibration found about K and V
 Prompt = str | Sequence[int]
 Notify = Callable[[RequestOutput], None]
@@ -70,8 +71,8 @@ class LLM:
             raise UserError(f"device {device}: the engine runs on cpu and cuda.")
         self.vocabulary = shape.vocabulary
         self.max_model_len = min(max_model_len or shape.context, shape.context)
-        slow = gpu.refuses(shape, decoder.dtype, decoder.device)
-        size, storage = PAGE_TOKENS[kind], FORMATS[kv] if slow else POOLS[kv]
+        slow = gpu.refuses(shape, decoder.dtype, decoder.device) or kv not in POOLS
+        size, storage = PAGE_TOKENS[kind], STORAGE[kv] if slow else POOLS[kv]
         if pages is None:
             token = storage.bytes_a_token(
                 shape.layers, shape.kv_heads, shape.head_dim, decoder.dtype
@@ -96,6 +97,8 @@ class LLM:
         else:
             if isinstance(cache, Kv4):
                 cache.turn = turn
+            if isinstance(cache, Kv4Channels):
+                cache.set_ranges(_ranges(path))
             runner = TorchRunner(decoder, cache)
         self.engine = Engine(
             runner, self.tokenizer, Pages(pages, size, prefix_caching),
@@ -338,8 +341,8 @@ def _check(
     gpu_memory: float,
     pages: int | None,
 ) -> None:
-    if kv not in FORMATS:
-        raise UserError(f"kv {kv!r}: known are {', '.join(FORMATS)}.")
+    if kv not in STORAGE:
+        raise UserError(f"kv {kv!r}: known are {', '.join(STORAGE)}.")
     counts = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
               "max_batched_tokens": max_batched_tokens, "pages": pages}  # fmt: skip
     for name, value in counts.items():
@@ -378,6 +381,16 @@ def _turn(path: Any, decoder: Decoder, tokenizer: Any) -> Turn:
         ids = torch.randint(decoder.shape.vocabulary, (TEXTS * size,), generator=source).tolist()
     texts = [ids[i * size : (i + 1) * size] for i in range(TEXTS)]
     return calibrate(decoder, [text for text in texts if text])
+
+
+def _ranges(path: Any) -> ChannelRange:
+    file = Path(path) / KV_FILE if isinstance(path, str | Path) else None
+    if file is None or not file.is_file():
+        raise UserError(
+            f"kv4-channel needs the ranges of K and V that a calibration finds, in {KV_FILE} of "
+            "the checkpoint. `billfish quantize --kv kv4 --data FILE` writes it; kv4 needs none."
+        )
+    return ChannelRange.from_tensors(load_file(file))
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -245,12 +245,18 @@ def test_two_codes_lie_in_a_byte_by_halves():
     assert cache.grids[0, 1, 2, 0, 0].tolist() == [1.0, 0.0]
 
 
+def channels(ranges, dtype=torch.float32, head_dim=HEAD_DIM):
+    made = Kv4Channels(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, head_dim, dtype, CPU)
+    made.set_ranges(ranges)
+    return made
+
+
 def calibrated(k, v, dtype=torch.float32):
     ranges = ChannelRange.empty(LAYERS, KV_HEADS, HEAD_DIM)
     for layer in range(LAYERS):
         for piece in range(0, len(k), 3):
             ranges.update(layer, k[piece : piece + 3], v[piece : piece + 3])
-    return ranges, Kv4Channels.calibrated(ranges, PAGES, PAGE_TOKENS, dtype, CPU)
+    return ranges, channels(ranges, dtype)
 
 
 @every_dtype
@@ -315,6 +321,6 @@ def test_ranges_that_do_not_fit_are_refused():
     ranges = ChannelRange.empty(LAYERS, KV_HEADS, HEAD_DIM)
     ranges.update(0, *draw(3))
     with pytest.raises(UserError, match=r"layers \[1\]"):
-        Kv4Channels.calibrated(ranges, PAGES, PAGE_TOKENS, torch.float16, CPU)
+        channels(ranges, torch.float16)
     with pytest.raises(UserError, match="another model"):
-        Kv4Channels(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, 64, torch.float16, CPU, ranges)
+        channels(ranges, torch.float16, 64)

@@ -266,7 +266,9 @@ def test_channel_steps_serve_attention_too():
     ranges = ChannelRange.empty(len(WINDOWS), 2, HEAD_DIM)
     for layer in range(len(WINDOWS)):
         ranges.update(layer, text.k, text.v)
-    cache = Kv4Channels.calibrated(ranges, PAGES, PAGE_TOKENS, torch.float32, CPU)
+    layers, _, kv_heads, head_dim = ranges.low.shape
+    cache = Kv4Channels(layers, PAGES, PAGE_TOKENS, kv_heads, head_dim, torch.float32, CPU)
+    cache.set_ranges(ranges)
     paged = PagedAttention(cache, SCALE, WINDOWS)
     for layer in range(len(WINDOWS)):
         out = alone(paged, text, layer, 6)
