@@ -78,7 +78,21 @@ def test_kv4_keeps_the_model_good(packed, sample_ids):
         with LLM(packed["gptq"], kv=kv, max_model_len=513) as llm:
             scores = llm.score([sample_ids[i : i + 512] for i in (0, 512)])
         loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
-    assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.1  # 1.065; LOG says what K loses
+    assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.05  # LOG says what is lost
+
+
+def test_a_needle_in_4k_tokens_is_found_in_four_bits(original, sample_ids):
+    with LLM(original, kv="kv4", dtype=torch.bfloat16, max_model_len=4200) as llm:
+        said, asked = (
+            llm.tokenizer(f"\n\nThe secret password of the old harbour is '{word}").input_ids
+            for word in ("marlin seven four two'.\n\n", "")
+        )
+        hay = (sample_ids * 4)[: 4096 - len(said) - len(asked)]
+        half = len(hay) // 2
+        (output,) = llm.generate(
+            [hay[:half] + said + hay[half:] + asked], SamplingParams(temperature=0, max_tokens=6)
+        )
+    assert output.outputs[0].text.startswith("marlin seven four two")
 
 
 def test_it_is_whole_small_and_speaks(original, packed):

@@ -1,9 +1,11 @@
 """The whole engine on a tiny model: texts as transformers writes them, whatever else is running."""
 
 import asyncio
+import os
 import random
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -319,12 +321,20 @@ def test_soak(path, llm):
             return await asyncio.gather(*(one(*job, i % 5 == 4) for i, job in enumerate(jobs)))
 
         found = asyncio.run(run())
+        before = resident()
+        asyncio.run(run())
+        assert resident() - before < 8 * 2**20  # flat
         made.generate("x", greedy(1))  # after the last cancel
         assert made.engine.idle and made.engine.pages.used() == 0
     for job, text in zip(jobs, found, strict=True):
         if text is not None:
             assert wanted[job] == text
     assert sum(text is None for text in found) >= 30
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def greedy(count):
