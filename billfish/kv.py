@@ -13,7 +13,7 @@ from torch import Tensor
 
 from billfish.calibration import calibration
 from billfish.engine.cache import ChannelRange
-from billfish.engine.llm import KV_FILE
+from billfish.engine.calibrated import KV_FILE
 from billfish.engine.turn import TOKENS, Moments, Turn, positions_up_to
 from billfish.models.checkpoint import write_atomically, write_manifest
 from billfish.models.decoder import Decoder

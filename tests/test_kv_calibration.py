@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from billfish import LLM, SamplingParams
 from billfish.cli import app
-from billfish.engine import llm as engine
+from billfish.engine import calibrated
 from billfish.errors import UserError
 from billfish.inspection import verify
 
@@ -27,24 +27,24 @@ def packed(tmp_path_factory):
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert told["kv"]["file"] == engine.KV_FILE and told["kv"]["tokens"] > 500
+    assert told["kv"]["file"] == calibrated.KV_FILE and told["kv"]["tokens"] > 500
     return room / "packed"
 
 
 def test_the_checkpoint_is_whole(packed):
     assert verify(packed)["ok"]
-    (packed / engine.KV_FILE).rename(packed / "elsewhere")
+    (packed / calibrated.KV_FILE).rename(packed / "elsewhere")
     try:
         assert not verify(packed)["ok"]  # it is in the manifest
     finally:
-        (packed / "elsewhere").rename(packed / engine.KV_FILE)
+        (packed / "elsewhere").rename(packed / calibrated.KV_FILE)
 
 
 def test_kv4_takes_what_is_stored(packed, monkeypatch):
     def refuse(*_):
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(engine, "calibrate", refuse)
+    monkeypatch.setattr(calibrated, "calibrate", refuse)
     with LLM(packed, kv="kv4") as made:
         (output,) = made.generate(["a billfish"], GREEDY)
         assert len(output.outputs[0].token_ids) == 12

@@ -87,7 +87,7 @@ def test_a_needle_in_4k_tokens_is_found_in_four_bits(original, sample_ids):
             llm.tokenizer(f"\n\nThe secret password of the old harbour is '{word}").input_ids
             for word in ("marlin seven four two'.\n\n", "")
         )
-        hay = (sample_ids * 4)[: 4096 - len(said) - len(asked)]
+        hay = sample_ids[: 4096 - len(said) - len(asked)]
         half = len(hay) // 2
         (output,) = llm.generate(
             [hay[:half] + said + hay[half:] + asked], SamplingParams(temperature=0, max_tokens=6)

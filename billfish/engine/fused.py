@@ -23,6 +23,7 @@ TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
 CHUNK = 8  # numbers in 16 bytes
 # As in the kernels' text.
 NORM_THREADS, NORM_CHUNKS = 1024, 2
+MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
 TURNED_GROUP = 16  # query heads of a kv head

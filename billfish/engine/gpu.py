@@ -17,7 +17,7 @@ from torch import Tensor
 from billfish.engine import decode, fused
 from billfish.engine.decode import PAGE, DecodeAttention, Tables
 from billfish.engine.fused import Fused
-from billfish.engine.pool import Pool
+from billfish.engine.pool import POOLS, Pool
 from billfish.engine.runner import Decoded
 from billfish.engine.scheduler import Piece
 from billfish.engine.turn import Turn
@@ -28,18 +28,25 @@ from billfish.models.decoder import Decoder, Shape
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goes
 
 
-def refuses(shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot run such a model there; torch's operators do, then."""
+def refuses(decoder: Decoder, kv: str) -> str | None:
+    """Why these kernels cannot run such a model; torch's operators do, then."""
+    shape, device = decoder.shape, decoder.device
+    group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
+    rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if device.type != "cuda":
         return f"the model is on {device}"
     if torch.cuda.get_device_capability(device) < (9, 0):
-        return "they need compute capability 9.0"
-    if dtype not in decode.TYPES:
-        return f"they take float16 and bfloat16, not {dtype}"
-    if shape.head_dim not in decode.HEAD_DIMS:
-        return f"heads of {shape.head_dim}; they take {decode.HEAD_DIMS}"
-    if shape.heads // shape.kv_heads > decode.MOST_GROUP:
-        return f"{shape.heads // shape.kv_heads} heads share a K head; at most {decode.MOST_GROUP}"
+        return "its kernels need compute capability 9.0"
+    if decoder.dtype not in decode.TYPES:
+        return f"its kernels take float16 and bfloat16, not {decoder.dtype}"
+    if kv not in POOLS:
+        return f"its kernels take {', '.join(POOLS)}, not {kv}"
+    if shape.head_dim not in decode.HEAD_DIMS or rotary % 8:
+        return f"heads of {shape.head_dim}, {rotary} of them turned by RoPE: it takes 64 and 128"
+    if group > decode.MOST_GROUP:
+        return f"{group} heads share a K head; its kernels take at most {decode.MOST_GROUP}"
+    if width % fused.CHUNK or width > fused.MOST_WIDTH:
+        return f"hidden states of {width}; its kernels take multiples of 8 up to {fused.MOST_WIDTH}"
     return None
 
 
@@ -122,7 +129,6 @@ class GpuRunner:
     def _step(self, rows: int) -> Tensor:
         """A decode of what the tables hold."""
         columns = self.tables.columns
-
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
         hidden = self._forward(tokens, positions, slots, self.attention)
         logits: Tensor = self.decoder.head(hidden)

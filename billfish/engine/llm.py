@@ -12,23 +12,22 @@ import itertools
 import math
 import queue
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from billfish.engine import gpu
-from billfish.engine.cache import CALIBRATED, FORMATS, Cache, ChannelRange, Kv4, Kv4Channels
+from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels
+from billfish.engine.calibrated import stored_ranges, turn_of
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.pages import Pages
 from billfish.engine.pool import POOLS, Pool
 from billfish.engine.runner import Runner, TorchRunner
 from billfish.engine.sampling import SamplingParams
-from billfish.engine.turn import TEXTS, TOKENS, Turn, calibrate
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
 from billfish.models.load import load
@@ -37,7 +36,6 @@ PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one 
 BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
 CPU_CACHE = 2**30  # bytes, unless told
 STORAGE = {**FORMATS, **CALIBRATED}
-KV_FILE = "billfish_kv.safetensors"  # beside the weights: what a calibration found about K and V
 Prompt = str | Sequence[int]
 Notify = Callable[[RequestOutput], None]
 
@@ -71,7 +69,9 @@ class LLM:
             raise UserError(f"device {device}: the engine runs on cpu and cuda.")
         self.vocabulary = shape.vocabulary
         self.max_model_len = min(max_model_len or shape.context, shape.context)
-        slow = gpu.refuses(shape, decoder.dtype, decoder.device) or kv not in POOLS
+        slow = gpu.refuses(decoder, kv)
+        if slow and kind == "cuda":
+            warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=2)
         size, storage = PAGE_TOKENS[kind], STORAGE[kv] if slow else POOLS[kv]
         if pages is None:
             token = storage.bytes_a_token(
@@ -90,7 +90,7 @@ class LLM:
         )
         budget = max_batched_tokens or BUDGET[kind]
         max_num_seqs = min(max_num_seqs, budget)
-        turn = _turn(path, decoder, self.tokenizer) if kv == "kv4" else None
+        turn = turn_of(path, decoder, self.tokenizer) if kv == "kv4" else None
         runner: Runner
         if isinstance(cache, Pool):
             runner = gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len, turn)
@@ -98,7 +98,7 @@ class LLM:
             if isinstance(cache, Kv4):
                 cache.turn = turn
             if isinstance(cache, Kv4Channels):
-                cache.set_ranges(_ranges(path))
+                cache.set_ranges(stored_ranges(path))
             runner = TorchRunner(decoder, cache)
         self.engine = Engine(
             runner, self.tokenizer, Pages(pages, size, prefix_caching),
@@ -364,33 +364,6 @@ def _room(device: torch.device, share: float) -> int:
         return CPU_CACHE
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(free - (1 - share) * total))
-
-
-def _turn(path: Any, decoder: Decoder, tokenizer: Any) -> Turn:
-    """As the checkpoint has it, else made now from a text that the package brings: a few seconds
-    for a small model on a CPU, less on a GPU."""
-    file = Path(path) / KV_FILE if isinstance(path, str | Path) else None
-    if file is not None and file.is_file():
-        return Turn.from_tensors(load_file(file), decoder.shape).to(decoder.device)
-    size = min(TOKENS, decoder.shape.context)
-    if len(tokenizer):
-        sample = resources.files("billfish").joinpath("data/sample_calibration.txt")
-        ids = tokenizer(sample.read_text(encoding="utf-8")[: TEXTS * TOKENS * 8]).input_ids
-    else:  # a random model's
-        source = torch.Generator().manual_seed(0)
-        ids = torch.randint(decoder.shape.vocabulary, (TEXTS * size,), generator=source).tolist()
-    texts = [ids[i * size : (i + 1) * size] for i in range(TEXTS)]
-    return calibrate(decoder, [text for text in texts if text])
-
-
-def _ranges(path: Any) -> ChannelRange:
-    file = Path(path) / KV_FILE if isinstance(path, str | Path) else None
-    if file is None or not file.is_file():
-        raise UserError(
-            f"kv4-channel needs the ranges of K and V that a calibration finds, in {KV_FILE} of "
-            "the checkpoint. `billfish quantize --kv kv4 --data FILE` writes it; kv4 needs none."
-        )
-    return ChannelRange.from_tensors(load_file(file))
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

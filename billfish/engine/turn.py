@@ -4,16 +4,13 @@ Attention sees K through q k^T alone, and softmax ignores a constant. So with an
 
     k' = (k - mean) A      q' = q A^-T      q' k'^T = q k^T - q mean^T, the same for all keys
 
-and A can be chosen for the coding. Rounding adds noise of one size to all channels of k', given by
-the range of a token's numbers; it does harm by how large q' is. For the second moments E_k and E_q
-of keys and queries (weighed by how much a score changes attention, p (1 - p)) the least product of
-both is reached where A makes k' and q' alike, channel by channel: E_k and E_q are made diagonal
-together, with variances lambda^a and lambda^(1 - a). Hadamard's matrix then spreads every channel
-over all codes. The largest one goes, three times enlarged, into the direction in which all codes
-are equal: there it moves a token's `low`, which has 16 bits, and costs no range.
+and A can be chosen for the coding, whose noise is one size in all channels of k' and does harm by
+how large q' is. Least harm is done where k' and q' are alike: with A their second moments, weighed
+by how much a score changes attention, p (1 - p), are diagonal together, variances lambda^a and
+lambda^(1 - a). Hadamard's matrix then spreads every direction over all codes; the largest, enlarged
+threefold, becomes the one in which all codes are equal: it moves a token's `low`, of 16 bits.
 
-Perplexity of SmolLM2 with K and V in 4 bits, over 16: as they come +11.9 %, Hadamard alone +5.2 %,
-this +2.1 % (docs/LOG.md).
+Perplexity of SmolLM2, K and V in 4 bits: as they come +11.9 %, Hadamard alone +5.2 %, this +2.1 %.
 """
 
 from collections.abc import Sequence
