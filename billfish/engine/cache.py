@@ -23,22 +23,31 @@ from billfish.engine.turn import Turn
 from billfish.errors import UserError
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a cache has room for."""
+
+    layers: int
+    pages: int
+    page_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of the model: K and V come in it, and are read back in it
+    device: torch.device
+
+    def zeros(self, width: int, dtype: torch.dtype) -> Tensor:
+        """(layers, pages, page_tokens, K and V, kv_heads, width)"""
+        shape = (self.layers, self.pages, self.page_tokens, 2, self.kv_heads, width)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
 class Cache(Protocol):
     """`write` changes the named slots of one layer and nothing else; `read` changes nothing."""
 
     name: ClassVar[str]  # = the command line's value
     page_tokens: int
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None: ...
+    def __init__(self, room: Room) -> None: ...
 
     def write(
         self,
@@ -77,19 +86,9 @@ class Kv16:
 
     name: ClassVar[str] = "kv16"
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.page_tokens = page_tokens
-        shape = (layers, pages, page_tokens, 2, kv_heads, head_dim)
-        self.numbers = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, room: Room) -> None:
+        self.page_tokens = room.page_tokens
+        self.numbers = room.zeros(room.head_dim, room.dtype)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         _put(self.numbers[layer], slots, torch.stack((k, v), 1).to(self.numbers.dtype))
@@ -126,25 +125,13 @@ class _PerToken:
 
     bits: ClassVar[int]
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if dtype not in _BITS:
-            raise UserError(f"K and V of {dtype}: coded caches hold fp16, bf16 or fp32.")
-        self.page_tokens, self.dtype = page_tokens, dtype
-        self.limit = _largest(dtype)
-        outer = (layers, pages, page_tokens, 2, kv_heads)
-        code_bytes = _code_bytes(self.bits, head_dim)
-        self.codes = torch.zeros((*outer, code_bytes), dtype=torch.uint8, device=device)
-        # (step, low) side by side: one 4-byte load of a kernel to come, one gather here.
-        self.grids = torch.zeros((*outer, 2), dtype=dtype, device=device)
+    def __init__(self, room: Room) -> None:
+        if room.dtype not in _BITS:
+            raise UserError(f"K and V of {room.dtype}: coded caches hold fp16, bf16 or fp32.")
+        self.page_tokens, self.dtype = room.page_tokens, room.dtype
+        self.limit = _largest(room.dtype)
+        self.codes = room.zeros(_code_bytes(self.bits, room.head_dim), torch.uint8)
+        self.grids = room.zeros(2, room.dtype)  # (step, low) side by side: one gather
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         numbers = torch.stack((k, v), 1).float().clamp_(-self.limit, self.limit)  # NaN stays
@@ -263,21 +250,11 @@ class Kv4Channels:
 
     name: ClassVar[str] = "kv4-channel"
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.page_tokens, self.dtype = page_tokens, dtype
-        outer = (layers, pages, page_tokens, 2, kv_heads)
-        code_bytes = _code_bytes(4, head_dim)
-        self.codes = torch.zeros((*outer, code_bytes), dtype=torch.uint8, device=device)
-        self.low = torch.zeros((layers, 2, kv_heads, head_dim), device=device)
+    def __init__(self, room: Room) -> None:
+        self.page_tokens, self.dtype = room.page_tokens, room.dtype
+        self.codes = room.zeros(_code_bytes(4, room.head_dim), torch.uint8)
+        shape = (room.layers, 2, room.kv_heads, room.head_dim)
+        self.low = torch.zeros(shape, device=room.device)
         self.step = torch.zeros_like(self.low)
 
     def set_ranges(self, ranges: ChannelRange) -> None:

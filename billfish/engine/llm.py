@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from billfish.engine import gpu
-from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels
+from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
 from billfish.engine.calibrated import stored_ranges, turn_of
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.pages import Pages
@@ -85,9 +85,10 @@ class LLM:
                     f"{self.max_model_len} needs more. Lower max_model_len, or take another kv "
                     f"({', '.join(FORMATS)})."
                 )
-        cache: Cache | Pool = storage(
+        room = Room(
             shape.layers, pages, size, shape.kv_heads, shape.head_dim, decoder.dtype, decoder.device
         )
+        cache: Cache | Pool = storage(room)
         budget = max_batched_tokens or BUDGET[kind]
         max_num_seqs = min(max_num_seqs, budget)
         turn = turn_of(path, decoder, self.tokenizer) if kv == "kv4" else None

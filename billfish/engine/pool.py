@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from billfish.engine.cache import _encode, _largest, _round_up
+from billfish.engine.cache import Room, _encode, _largest, _round_up
 from billfish.errors import UserError
 
 PAGE_TOKENS = 64
@@ -28,16 +28,8 @@ class Pool:
     name: ClassVar[str]
     bits: ClassVar[int]
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, room: Room) -> None:
+        page_tokens, head_dim, dtype = room.page_tokens, room.head_dim, room.dtype
         if page_tokens != PAGE_TOKENS or head_dim not in HEAD_DIMS or dtype not in DTYPES:
             raise UserError(
                 f"Records of K and V are {PAGE_TOKENS} tokens a page, head_dim 64 or 128, fp16 or "
@@ -45,10 +37,10 @@ class Pool:
             )
         self.page_tokens, self.head_dim, self.dtype = page_tokens, head_dim, dtype
         self.limit = _largest(dtype)
-        shape = (layers, pages, kv_heads, self.record_bytes(head_dim))
-        self.records = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._places = places(self.bits, head_dim).to(device)
-        self._grids = grid_places(self.bits, head_dim).to(device)
+        shape = (room.layers, room.pages, room.kv_heads, self.record_bytes(head_dim))
+        self.records = torch.zeros(shape, dtype=torch.uint8, device=room.device)
+        self._places = places(self.bits, head_dim).to(room.device)
+        self._grids = grid_places(self.bits, head_dim).to(room.device)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         numbers = torch.stack((k, v), 1)  # (tokens, 2, kv_heads, head_dim)

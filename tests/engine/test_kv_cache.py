@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from billfish.engine.cache import FORMATS, ChannelRange, Kv4, Kv4Channels, Kv4Plain, Kv8, Kv16
+from billfish.engine.cache import FORMATS, ChannelRange, Kv4, Kv4Channels, Kv4Plain, Kv8, Kv16, Room
 from billfish.errors import UserError
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def build(kind, dtype=torch.float32, head_dim=HEAD_DIM):
-    return kind(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, head_dim, dtype, CPU)
+    return kind(Room(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, head_dim, dtype, CPU))
 
 
 def draw(tokens, dtype=torch.float32, spread=1.0):
@@ -246,7 +246,7 @@ def test_two_codes_lie_in_a_byte_by_halves():
 
 
 def channels(ranges, dtype=torch.float32, head_dim=HEAD_DIM):
-    made = Kv4Channels(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, head_dim, dtype, CPU)
+    made = Kv4Channels(Room(LAYERS, PAGES, PAGE_TOKENS, KV_HEADS, head_dim, dtype, CPU))
     made.set_ranges(ranges)
     return made
 

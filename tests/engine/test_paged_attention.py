@@ -7,7 +7,7 @@ import torch
 
 from billfish.engine import attention
 from billfish.engine.attention import Batch, PagedAttention
-from billfish.engine.cache import FORMATS, ChannelRange, Kv4Channels, Kv16
+from billfish.engine.cache import FORMATS, ChannelRange, Kv4Channels, Kv16, Room
 
 CPU = torch.device("cpu")
 HEAD_DIM, PAGE_TOKENS, PAGES, SCALE = 16, 4, 64, 0.3
@@ -17,7 +17,7 @@ every_format = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
 
 
 def build(kind=Kv16, kv_heads=2, dtype=torch.float32):
-    return kind(len(WINDOWS), PAGES, PAGE_TOKENS, kv_heads, HEAD_DIM, dtype, CPU)
+    return kind(Room(len(WINDOWS), PAGES, PAGE_TOKENS, kv_heads, HEAD_DIM, dtype, CPU))
 
 
 class Sequence:
@@ -267,7 +267,8 @@ def test_channel_steps_serve_attention_too():
     for layer in range(len(WINDOWS)):
         ranges.update(layer, text.k, text.v)
     layers, _, kv_heads, head_dim = ranges.low.shape
-    cache = Kv4Channels(layers, PAGES, PAGE_TOKENS, kv_heads, head_dim, torch.float32, CPU)
+    room = Room(layers, PAGES, PAGE_TOKENS, kv_heads, head_dim, torch.float32, CPU)
+    cache = Kv4Channels(room)
     cache.set_ranges(ranges)
     paged = PagedAttention(cache, SCALE, WINDOWS)
     for layer in range(len(WINDOWS)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from billfish.engine import pool
-from billfish.engine.cache import Kv4Plain, Kv8, Kv16
+from billfish.engine.cache import Kv4Plain, Kv8, Kv16, Room
 from billfish.engine.pool import POOLS
 from billfish.errors import UserError
 
@@ -17,7 +17,7 @@ every_dtype = pytest.mark.parametrize("dtype", pool.DTYPES, ids=str)
 
 
 def build(kind, head_dim=64, dtype=torch.float16):
-    return kind(LAYERS, PAGES, 64, KV_HEADS, head_dim, dtype, CPU)
+    return kind(Room(LAYERS, PAGES, 64, KV_HEADS, head_dim, dtype, CPU))
 
 
 def draw(tokens, head_dim, dtype):
@@ -76,7 +76,7 @@ def test_words_split_into_neighbours():
 @every_dtype
 def test_numbers_are_the_caches(kind, head_dim, dtype):
     mine = build(kind, head_dim, dtype)
-    theirs = PEERS[kind.name](LAYERS, PAGES, 64, KV_HEADS, head_dim, dtype, CPU)
+    theirs = build(PEERS[kind.name], head_dim, dtype)
     pages = torch.tensor([2, 0, 3])
     slots = (pages[:, None] * 64 + torch.arange(64)).flatten()[:150]
     k, v = draw(150, head_dim, dtype)
@@ -105,4 +105,4 @@ def test_what_has_no_record_is_refused():
         (64, 64, torch.float32),
     ):
         with pytest.raises(UserError, match="64 tokens a page"):
-            POOLS["kv4"](1, 1, page_tokens, 1, head_dim, dtype, CPU)
+            POOLS["kv4"](Room(1, 1, page_tokens, 1, head_dim, dtype, CPU))

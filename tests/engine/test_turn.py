@@ -5,7 +5,7 @@ import torch
 from tiny import write_checkpoint
 
 from billfish.engine.attention import Batch, PagedAttention
-from billfish.engine.cache import Kv4, Kv4Plain
+from billfish.engine.cache import Kv4, Kv4Plain, Room
 from billfish.engine.turn import Moments, Turn, calibrate, hadamard, positions
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder, Shape
@@ -61,7 +61,7 @@ def test_attention_in_four_bits_is_nearer_to_the_truth(head_dim):
     off = {}
     exact = Moments(shape, CPU).attend(q, k, v)
     for kind in (Kv4, Kv4Plain):
-        made = kind(LAYERS, 4, 64, KV_HEADS, head_dim, torch.float32, CPU)
+        made = kind(Room(LAYERS, 4, 64, KV_HEADS, head_dim, torch.float32, CPU))
         if kind is Kv4:
             made.turn = turn_of(shape)
         found = PagedAttention(made, shape.scale, shape.windows)(0, q, k, v, batch)

@@ -10,6 +10,7 @@ from tiny import character_tokenizer
 
 import billfish
 from billfish.engine import gpu
+from billfish.engine.cache import Room
 from billfish.engine.decode import DecodeAttention, Tables
 from billfish.engine.fused import Fused
 from billfish.engine.pool import POOLS
@@ -164,7 +165,7 @@ def test_attention(kv, head_dim, dtype, window):
     counts = [-(-length // 64) for length in lengths]
     names = torch.randperm(sum(counts)).tolist()
     pages = [names[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
-    pool = POOLS[kv](1, sum(counts), 64, 3, head_dim, dtype, DEVICE)
+    pool = POOLS[kv](Room(1, sum(counts), 64, 3, head_dim, dtype, DEVICE))
     pool.records.fill_(0xFF)
     q = torch.randn(len(lengths), 12, head_dim, device=DEVICE).to(dtype)
     wanted = []
@@ -199,7 +200,7 @@ def test_attention(kv, head_dim, dtype, window):
 def test_store_and_gather(kv, head_dim, dtype):
     shape = Shape(2, 8, 2, head_dim, 9, 9999, (None, None), 1.0)
     # The oracle on a CPU: torch's CUDA operators divide by a number by multiplying.
-    pool, oracle = (POOLS[kv](2, 4, 64, 2, head_dim, dtype, torch.device(d)) for d in DEVICES)
+    pool, oracle = (POOLS[kv](Room(2, 4, 64, 2, head_dim, dtype, torch.device(d))) for d in DEVICES)
     angles = torch.rand(300, head_dim // 2, device=DEVICE) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     kernels = Fused(shape, dtype, DEVICE, pool, cos, sin)
@@ -228,7 +229,7 @@ def test_store_and_gather(kv, head_dim, dtype):
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("width", [512, 4096, 8192])
 def test_norm_and_swiglu(dtype, width):
-    pool = POOLS["kv16"](1, 1, 64, 1, 64, dtype, DEVICE)
+    pool = POOLS["kv16"](Room(1, 1, 64, 1, 64, dtype, DEVICE))
     table = torch.ones(1, 32, dtype=dtype, device=DEVICE)
     kernels = Fused(Shape(1, 1, 1, 64, 9, 99, (None,), 1.0), dtype, DEVICE, pool, table, table)
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(width, 1e-5).to(DEVICE, dtype)

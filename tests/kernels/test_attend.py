@@ -13,6 +13,7 @@ import torch
 
 import billfish
 from billfish.engine import decode
+from billfish.engine.cache import Room
 from billfish.engine.pool import POOLS
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels import jit
@@ -63,7 +64,7 @@ class Case:
         source = torch.Generator().manual_seed(seed)
         counts = [-(-length // PAGE) for length in lengths]
         pages = torch.randperm(sum(counts) + 2, generator=source)
-        self.pool = POOLS[kv](1, len(pages), PAGE, kv_heads, head_dim, dtype, CPU)
+        self.pool = POOLS[kv](Room(1, len(pages), PAGE, kv_heads, head_dim, dtype, CPU))
         self.pool.records.fill_(0xFF)
         self.lengths, self.starts = lengths, np.cumsum([0, *counts])[:-1]
         self.pages = pages[: sum(counts)]

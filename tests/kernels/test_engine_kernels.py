@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import billfish
 from billfish.engine import fused
+from billfish.engine.cache import Room
 from billfish.engine.pool import POOLS
 from billfish.models.decoder import Shape, _rotate
 
@@ -116,7 +117,7 @@ class Case:
 
     def new_pool(self):
         size = (2, 3, 64, self.kv_heads, self.head_dim)
-        return POOLS[self.kind](*size, self.dtype, CPU)
+        return POOLS[self.kind](Room(*size, self.dtype, CPU))
 
     def qkv(self, tokens):
         return torch.randn(tokens, self.group + 2, self.kv_heads, self.head_dim).to(self.dtype)
