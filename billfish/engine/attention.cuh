@@ -105,7 +105,7 @@ struct Parts {
 // Adds all chunks of a sequence in order and stores the result; `stride` items lie between two. The
 // kernel's end waits for the last warp here, so several chunks are asked for at once (one by one
 // each takes 1 us), and lanes whose heads are not there work for others: with kPairs of a quad's
-// lanes in use, lane l takes what lane l / kPairs * 4 + l % kPairs left, 32 / kPairs rows at a time.
+// lanes in use, lane l takes what lane l / kPairs * 4 + l % kPairs left, 32 / kPairs rows at once.
 template <class T, int kDim, int kPairs>
 BILLFISH_DEVICE void merge(float* workspace, int first, int stride, int chunks, u16* out, int group,
                            int lane) {
@@ -182,8 +182,9 @@ BILLFISH_DEVICE void store_channels(const Sums<kDim>& sums, u16* out, int group,
 #endif
 
 // `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim);
-// `head` says how many chunks there are and where in `table` they are listed; pages are named there,
-// too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before and after.
+// `head` says how many chunks there are and where in `table` they are listed; pages are named
+// there, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
+// and after.
 template <class T, class F, int kDim>
 __global__ void __launch_bounds__(32, 8)
 attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,

@@ -110,7 +110,8 @@ swiglu(const u16* gate_up, u16* out, int width) {
 // out (tokens, width) = rows of the table. A token below 0 is not known to the host yet: -1 - i is
 // what row i of the decode before has found, pairs of (token, logit).
 __global__ void __launch_bounds__(kNormThreads)
-embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint4* out, int chunks) {
+embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint4* out,
+      int chunks) {
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
     dependency_wait();
@@ -121,8 +122,8 @@ embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint
         out[static_cast<u64>(blockIdx.x) * chunks + i] = table[token * chunks + i];
 }
 
-// found (rows, 2) = the largest number of a row: where it is first, and its bits as fp32. Sampling's
-// first need, and all of it for a greedy text; torch's own reduction takes 40 us for one row of
+// found (rows, 2) = the largest number of a row: where it is first, and its bits as fp32. What
+// sampling needs first, and all of it for a greedy text; torch's own reduction takes 40 us for one row of
 // 128256. A NaN counts as largest, so that it is seen. Block: a row.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
@@ -144,7 +145,8 @@ best_of(const u16* logits, u32* found, int width) {
         const uint4 v = reinterpret_cast<const uint4*>(row)[i];
         const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) take(T::to_float(words[j / 2] >> j % 2 * 16 & 0xffff), 8 * i + j);
+        for (int j = 0; j < 8; ++j)
+            take(T::to_float(words[j / 2] >> j % 2 * 16 & 0xffff), 8 * i + j);
     }
     for (int i = chunks * 8 + threadIdx.x; i < width; i += blockDim.x) take(T::to_float(row[i]), i);
     __shared__ float bests[kNormThreads / 32];
