@@ -123,7 +123,7 @@ embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint
 }
 
 // found (rows, 2) = the largest number of a row: where it is first, and its bits as fp32. What
-// sampling needs first, and all of it for a greedy text; torch's own reduction takes 40 us for one row of
+// sampling needs first, and all of it for a greedy text; torch's reduction takes 40 us for a row of
 // 128256. A NaN counts as largest, so that it is seen. Block: a row.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
