@@ -54,6 +54,13 @@ def draw(result: Result, folder: Path, peers: Result | None = None) -> list[Path
     return written
 
 
+def save(figure: "Figure", path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=160, facecolor="white")
+    except ValueError as error:  # of the ending alone: all else is ours
+        raise UserError(f"--plot {path}: {error}. Take an ending such as .png.") from None
+
+
 def roofline(result: Result) -> "Figure":
     figure, panels = _figure(result, "Achieved against the roofline")
     peaks, ceiling = result["peaks"], result["ceilings"]["read_bytes_per_s"]

@@ -7,8 +7,7 @@ size only. Draws what is in the result and measures nothing.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from billfish.bench.plot import COLOURS, INK, MARKERS, need_matplotlib
-from billfish.errors import UserError
+from billfish.bench.plot import COLOURS, INK, MARKERS, need_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +22,7 @@ PANELS = {
 
 def draw(result: Result, path: Path) -> None:
     need_matplotlib()
-    try:
-        figure(result).savefig(path, dpi=160, facecolor="white")
-    except ValueError as error:  # of the ending alone: all else is ours
-        raise UserError(f"--plot {path}: {error}. Take an ending such as .png.") from None
+    save(figure(result), path)
 
 
 def figure(result: Result) -> "Figure":

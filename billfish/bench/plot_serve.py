@@ -5,8 +5,7 @@ in figure 14 of the MARLIN paper, and time to the first token beside it.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from billfish.bench.plot import COLOURS, INK, need_matplotlib
-from billfish.errors import UserError
+from billfish.bench.plot import COLOURS, INK, need_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,10 +17,7 @@ LINES = {"p50": ("median", "-", "o"), "p90": ("p90", "--", "s"), "p99": ("p99", 
 
 def draw(result: Result, path: Path) -> None:
     need_matplotlib()
-    try:
-        figure(result).savefig(path, dpi=160, facecolor="white")
-    except ValueError as error:  # of the ending alone: all else is ours
-        raise UserError(f"--plot {path}: {error}. Take an ending such as .png.") from None
+    save(figure(result), path)
 
 
 def figure(result: Result) -> "Figure":

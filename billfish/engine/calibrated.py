@@ -16,8 +16,8 @@ KV_FILE = "billfish_kv.safetensors"  # `billfish quantize --kv kv4` writes it
 
 
 def turn_of(source: Any, decoder: Decoder, tokenizer: Any) -> Turn:
-    """kv4's turn, as the checkpoint has it; else made now from a text that the package brings: a
-    few seconds for a small model on a CPU, less on a GPU. `source` may be no path but a model."""
+    """kv4's turn, as the checkpoint has it; else made now from a text that the package brings:
+    some seconds for SmolLM2 on a CPU. `source` may be no path but a model."""
     if (file := _file(source)) is not None:
         return Turn.from_tensors(load_file(file), decoder.shape).to(decoder.device)
     size = min(TOKENS, decoder.shape.context)

@@ -16,8 +16,8 @@
 //                  bits in every run
 #pragma once
 
+#include "billfish/gate.cuh"
 #include "billfish/record.cuh"
-#include "billfish/warp.cuh"
 #include "billfish/wgmma.cuh"
 
 namespace billfish {
@@ -177,18 +177,6 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk w
             slot.next(stages);
         }
     }
-}
-
-// silu(gate) * up of two numbers each, rounded after every operator as torch does.
-template <class T>
-BILLFISH_DEVICE u32 swiglu(u32 gate, u32 up) {
-    float silu[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float v = T::to_float(gate >> 16 * i & 0xffff);
-        silu[i] = __fdividef(v, 1.0f + exp2_fast(-1.4426950408889634f * v));
-    }
-    return T::mul(T::pack(silu[0], silu[1]), up);
 }
 
 // Results of 16 rows x kTokens of a warp, turned so that a token's outputs lie side by side. Gated:

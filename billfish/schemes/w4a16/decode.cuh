@@ -17,8 +17,8 @@
 // Two blocks fit on an SM: one that computes, and one of the next kernel that fetches its weights.
 #pragma once
 
+#include "billfish/gate.cuh"
 #include "billfish/record.cuh"
-#include "billfish/warp.cuh"
 
 namespace billfish {
 
@@ -85,18 +85,6 @@ struct Worker {
         sub = index / kWarpsN, within = index % kWarpsN, band = within / 2;
     }
 };
-
-// silu(gate) * up of two numbers each, rounded after every operator as torch does.
-template <class T>
-BILLFISH_DEVICE u32 swiglu(u32 gate, u32 up) {
-    float silu[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float v = T::to_float(gate >> 16 * i & 0xffff);
-        silu[i] = __fdividef(v, 1.0f + exp2_fast(-1.4426950408889634f * v));
-    }
-    return T::mul(T::pack(silu[0], silu[1]), up);
-}
 
 // A block with nothing to do stays about as long as others need: an SM with both places free would
 // get two blocks of one of the next kernels, which then wait for that SM (9.4 us became 13.3 for

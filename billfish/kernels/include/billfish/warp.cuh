@@ -16,8 +16,6 @@ BILLFISH_DEVICE float shuffle(float v, int lane) { return __shfl_sync(~0u, v, la
 // Which lanes say yes, a bit each.
 BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
 
-BILLFISH_DEVICE int count_yes(bool yes) { return __popc(ballot(yes)); }
-
 BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
 
 // 16 bytes that an earlier kernel may just have written: past the read-only path.
