@@ -1,7 +1,8 @@
 // attend: one new token of each sequence against its pages of 4, 8 or 16 bits, sm_90 (COMET 5).
 //
-// A warp is a block and works alone: no barrier but its own. An item is one chunk of a sequence's
-// pages under one K head; the query heads that share it are columns of the tensor cores' tile.
+// An item is one chunk of a sequence's pages under one K head; the query heads that share it are
+// columns of the tensor cores' tile. A block takes one item after the other: a warp fetches, ahead
+// of all, and four warps take a tile of 16 tokens each of every page, with sums of their own.
 //
 //     S^T (16 tokens x 8 heads) = K Q^T        K's codes are the A fragment as they lie in memory
 //     O^T (16 channels x 8 heads) += V^T P^T   V's, too; P^T is S^T turned in registers
@@ -9,12 +10,14 @@
 // Codes are multiplied raw (dequant.cuh). K's step and low meet the scores, V's step the weights
 // and V's low their sum: a code costs 0.6 instructions and no rounding.
 //
-// Where a chunk begins follows from the sequence's own length, and chunks are added in order by
-// the warp that finishes last: a text's bits do not depend on what else is in the batch.
+// Warps are added in order, and then chunks, by the block that finishes last: bits depend on where
+// chunks begin (engine/cut.py) and on nothing else. Nobody waits to hear whether it was the last:
+// that is looked at when the next item ends.
 //
-// A stage is 8 KB in every format: 64, 32 or 16 tokens. Three of them for each of 8 warps are four
-// times what an SM must have under way (34 KB per us). Pages of earlier steps are fetched before
-// the kernel that writes this step's token has ended (PDL).
+// A stage is 8 KB in every format: 64, 32 or 16 tokens, of which a slot is empty when 4, 2 or 1
+// warps have read it. Six for each of 3 blocks, or eight for each of 2, are four times what an SM
+// must have under way (34 KB per us). Pages of earlier steps are fetched before the kernel that
+// writes this step's token has ended (PDL).
 #pragma once
 
 #include "billfish/attend_stage.cuh"
@@ -27,14 +30,13 @@ struct Chunk {
     int table;  // where its pages are named
     int token;  // the first of its first page
     int pages, number, chunks;
-    int begin, length;  // tokens of the sequence that count
+    int begin, length;  // tokens of the sequence that count: some of every page
 };
 
 #if __CUDA_ARCH__ >= 900
 
-// What a warp has to do: a chunk under one head. Its row, names of pages and queries are asked for
-// while the one before is under way: one after the other these are 2 us.
-template <int kDim>
+// What the fetching warp knows of an item. The next one's row and names are asked for while this
+// one is under way: one after the other these are 2 us.
 struct Work {
     Chunk chunk;
     int head;
@@ -51,131 +53,293 @@ struct Work {
         head = item % kv_heads;
     }
     BILLFISH_DEVICE void name(const int* table, int which) {
-        const int at = which * 32 + static_cast<int>(threadIdx.x);
+        const int at = which * 32 + static_cast<int>(threadIdx.x) % 32;
         known = which, names = at < chunk.pages ? table[chunk.table + at] : 0;
     }
-    BILLFISH_DEVICE u64 row(int kv_heads, int group) const {  // in q and out
-        return (static_cast<u64>(chunk.sequence) * kv_heads + head) * group * kDim;
+};
+
+// What the others are told of it, behind its queries.
+struct Told {
+    u32 row, item, number, chunks;  // row: of q and out, in groups of heads
+    int token, pages;
+    Span span;
+    BILLFISH_DEVICE static void tell(u32 at, const Work& work, u32 item, int kv_heads) {
+        const Chunk& c = work.chunk;
+        store_smem_bits_16(at, {static_cast<u32>(c.sequence * kv_heads + work.head), item,
+                                static_cast<u32>(c.number), static_cast<u32>(c.chunks)});
+        store_smem_bits_16(at + 16, {static_cast<u32>(c.token), static_cast<u32>(c.pages),
+                                     static_cast<u32>(c.begin), static_cast<u32>(c.length)});
     }
-    BILLFISH_DEVICE void ask(uint4 (&q)[kDim / 32], const u16* from, int group) const {
-        const int lane = threadIdx.x, r = lane / 4, c = lane % 4;
-#pragma unroll
-        for (int j = 0; j < kDim / 32; ++j) {
-            q[j] = {0, 0, 0, 0};
-            if (r < group) q[j] = load_global_bits_16(from + r * kDim + 32 * j + 8 * c);
-        }
+    BILLFISH_DEVICE void hear(u32 at) {
+        const uint4 v = load_smem_16(at + 16);
+        token = v.x, pages = v.y, span = {static_cast<int>(v.z), static_cast<int>(v.w)};
     }
-    // Stages from the first that has a token that counts to the last.
-    template <int kTokens>
-    BILLFISH_DEVICE int first() const { return max(chunk.begin - chunk.token, 0) / kTokens; }
-    template <int kTokens>
-    BILLFISH_DEVICE int stages() const {
-        const int tokens = min(chunk.length - chunk.token, chunk.pages * kPageTokens);
-        return (tokens + kTokens - 1) / kTokens - first<kTokens>();
+    BILLFISH_DEVICE void hear_more(u32 at) {
+        const uint4 v = load_smem_16(at);
+        row = v.x, item = v.y, number = v.z, chunks = v.w;
     }
 };
 
-// A chunk's sums where the last warp finds them: of each item kDim / 16 x 32 lanes x 16 bytes, then
-// 4 lanes x 16 bytes of largest exponents and weights.
+// Parts of a sum, by the warps of a block or by the chunks of a sequence. Of each: (kDim / 2 rows,
+// pairs of heads) x (channels n and n + 8 of both), and for each pair the largest exponents and
+// weights. Pairs are as many as there are heads for: 1, 2 or 4.
 template <int kDim>
-struct Parts {
-    static constexpr int kFloats = kDim / 16 * 128 + 16;
-    float* at;
-    BILLFISH_DEVICE Parts(float* workspace, int item)
-        : at(workspace + static_cast<u64>(item) * kFloats) {}
-    BILLFISH_DEVICE void leave(const Sums<kDim>& sums, int lane, int group) {
-        if (lane % 4 * 2 < group) {
-#pragma unroll
-            for (int t = 0; t < kDim / 16; ++t)
-                *reinterpret_cast<float4*>(at + t * 128 + lane * 4) =
-                    make_float4(sums.o[t][0], sums.o[t][1], sums.o[t][2], sums.o[t][3]);
-        }
-        if (lane < 4)
-            *reinterpret_cast<float4*>(at + kDim / 16 * 128 + lane * 4) =
-                make_float4(sums.most[0], sums.weight[0], sums.most[1], sums.weight[1]);
+struct WarpParts {
+    u32 exchange, weight;
+    BILLFISH_DEVICE float4 weights(int warp, int pair) const {
+        return load_smem_floats(weight + (warp * 4 + pair) * 16);
     }
-    BILLFISH_DEVICE float4 weights(int c) const {
-        return load_global_16(at + kDim / 16 * 128 + c * 4);
+    BILLFISH_DEVICE float4 channels(int warp, int unit) const {
+        return load_smem_floats(exchange + warp * kDim * 32 + unit * 16);
     }
-    BILLFISH_DEVICE float4 channels(int t, int of_lane) const {
-        return load_global_16(at + t * 128 + of_lane * 4);
+};
+template <int kDim>
+struct ChunkParts {
+    static constexpr int kFloats = kDim * 8 + 16;
+    const float* first;
+    u64 stride;  // from a chunk to the next
+    BILLFISH_DEVICE float4 weights(int chunk, int pair) const {
+        return load_global_16(first + chunk * stride + kDim * 8 + pair * 4);
+    }
+    BILLFISH_DEVICE float4 channels(int chunk, int unit) const {
+        return load_global_16(first + chunk * stride + unit * 4);
     }
 };
 
-// Adds all chunks of a sequence in order and stores the result; `stride` items lie between two. The
-// kernel's end waits for the last warp here, so several chunks are asked for at once (one by one
-// each takes 1 us), and lanes whose heads are not there work for others: with kPairs of a quad's
-// lanes in use, lane l takes what lane l / kPairs * 4 + l % kPairs left, 32 / kPairs rows at once.
-template <class T, int kDim, int kPairs>
-BILLFISH_DEVICE void merge(float* workspace, int first, int stride, int chunks, u16* out, int group,
-                           int lane) {
-    constexpr int kSlots = kDim / 64 * kPairs, kAtOnce = kSlots <= 4 ? 4 : 1;
-    const int c = lane % kPairs;
-    float most[2], weight[2] = {0, 0}, o[kSlots][4] = {};
-    most[0] = most[1] = __uint_as_float(0xff800000u);
-    const auto row = [&](int slot) { return (slot * 32 + lane) / kPairs; };  // 8 t + r
+// One thread's share of a sum of parts: 2 channels of 2 heads.
+struct Total {
+    float most[2], weight[2], o[4];
+
+    // In order, several of them asked for at once: one by one each chunk takes 1 us.
+    template <int kAtOnce, class Parts>
+    BILLFISH_DEVICE void add(const Parts& parts, int count, int unit, int pair) {
+        most[0] = most[1] = __uint_as_float(0xff800000u);
+        weight[0] = weight[1] = o[0] = o[1] = o[2] = o[3] = 0;
 #pragma unroll 1
-    for (int i = 0; i < chunks; i += kAtOnce) {
-        float4 w[kAtOnce], v[kAtOnce][kSlots];
+        for (int i = 0; i < count; i += kAtOnce) {
+            float4 w[kAtOnce], v[kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            const Parts<kDim> part(workspace, first + min(i + j, chunks - 1) * stride);
-            w[j] = part.weights(c);
+            for (int j = 0; j < kAtOnce; ++j) {
+                const int part = min(i + j, count - 1);
+                w[j] = parts.weights(part, pair), v[j] = parts.channels(part, unit);
+            }
+            const float before[2] = {most[0], most[1]};
 #pragma unroll
-            for (int slot = 0; slot < kSlots; ++slot)
-                v[j][slot] = part.channels(row(slot) / 8, row(slot) % 8 * 4 + c);
-        }
-        float before[2] = {most[0], most[1]};
+            for (int j = 0; j < kAtOnce; ++j)
+                most[0] = fmaxf(most[0], w[j].x), most[1] = fmaxf(most[1], w[j].z);
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-            most[0] = fmaxf(most[0], w[j].x), most[1] = fmaxf(most[1], w[j].z);
+            for (int k = 0; k < 2; ++k) {
+                const float by = exp2_fast(before[k] - most[k]);
+                weight[k] *= by, o[k] *= by, o[k + 2] *= by;
+            }
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const float by = exp2_fast(before[k] - most[k]);
-            weight[k] *= by;
-#pragma unroll
-            for (int slot = 0; slot < kSlots; ++slot) o[slot][k] *= by, o[slot][k + 2] *= by;
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            if (i + j >= chunks) break;
-            const float to[2] = {exp2_fast(w[j].x - most[0]), exp2_fast(w[j].z - most[1])};
-            weight[0] = fmaf(to[0], w[j].y, weight[0]);
-            weight[1] = fmaf(to[1], w[j].w, weight[1]);
-#pragma unroll
-            for (int slot = 0; slot < kSlots; ++slot) {
-                o[slot][0] = fmaf(to[0], v[j][slot].x, o[slot][0]);
-                o[slot][1] = fmaf(to[1], v[j][slot].y, o[slot][1]);
-                o[slot][2] = fmaf(to[0], v[j][slot].z, o[slot][2]);
-                o[slot][3] = fmaf(to[1], v[j][slot].w, o[slot][3]);
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (i + j >= count) break;
+                const float to[2] = {exp2_fast(w[j].x - most[0]), exp2_fast(w[j].z - most[1])};
+                weight[0] = fmaf(to[0], w[j].y, weight[0]);
+                weight[1] = fmaf(to[1], w[j].w, weight[1]);
+                o[0] = fmaf(to[0], v[j].x, o[0]), o[1] = fmaf(to[1], v[j].y, o[1]);
+                o[2] = fmaf(to[0], v[j].z, o[2]), o[3] = fmaf(to[1], v[j].w, o[3]);
             }
         }
     }
+    template <class T, int kDim>
+    BILLFISH_DEVICE void store(u16* out, int row, int pair, int group) const {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        if (2 * c + k >= group) continue;
-        const float by = 1.0f / weight[k];
-#pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) {
-            u16* to = out + (2 * c + k) * kDim + row(slot) / 8 * 16 + row(slot) % 8;
-            to[0] = T::from_float(o[slot][k] * by), to[8] = T::from_float(o[slot][k + 2] * by);
+        for (int k = 0; k < 2; ++k) {
+            if (2 * pair + k >= group) continue;
+            const float by = reciprocal_fast(weight[k]);
+            u16* to = out + (2 * pair + k) * kDim + row / 8 * 16 + row % 8;
+            to[0] = T::from_float(o[k] * by), to[8] = T::from_float(o[k + 2] * by);
         }
+    }
+};
+
+// The fetching warp: everything that the others need, in the order in which they need it.
+template <class F, int kDim>
+BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16* q,
+                                 const int* table, const Chunk* rows, int items, int kv_heads,
+                                 int group) {
+    using Block = AttendBlock<F, kDim>;
+    using R = PageRecord<F, kDim>;
+    constexpr int kStages = Block::kStages;
+    const u32 full = smem + Block::kBarriers, empty = full + kStages * 8;
+    const u32 told = empty + kStages * 8, heard = told + 16;
+    const int lane = threadIdx.x % 32, blocks = gridDim.x;
+    int item = blockIdx.x, slot = 0, count = 0;
+    u32 parity = 1;  // the first round finds every slot empty
+    const u64 policy = evict_first_policy(), keep = keep_policy();
+    Work now, ahead;
+    now.find(rows, item, items, kv_heads);
+    now.name(table, 0);
+
+    const auto fetch = [&](int stage) {
+        const int page = stage / Block::kOfPage, within = stage % Block::kOfPage;
+        const int token = now.chunk.token + stage * Block::kTokens;
+        if (page / 32 != now.known) now.name(table, page / 32);
+        const u64 name = shuffle(now.names, page % 32);
+        if (lane == 0) {
+            const unsigned char* record = pool + (name * kv_heads + now.head) * R::kBytes;
+            const u32 to = smem + slot * Block::kBytes, barrier = full + 8 * slot;
+            barrier_wait(empty + 8 * slot, parity);
+            if constexpr (Block::kOfPage == 1) {
+                barrier_arrive_expect(barrier, Block::kBytes);
+                copy_bulk(to, record, R::kBytes, barrier, policy);
+            } else if (token >= now.chunk.length || token + Block::kTokens <= now.chunk.begin) {
+                barrier_arrive(barrier);  // nothing in it counts
+            } else {
+                const unsigned char* part = record + within * Block::kV;
+                barrier_arrive_expect(barrier, Block::kBytes);
+                copy_bulk(to, part, Block::kV, barrier, policy);
+                copy_bulk(to + Block::kV, part + R::kV, Block::kV, barrier, policy);
+                if constexpr (R::kGridBytes > 0)
+                    copy_bulk(to + Block::kGrids,
+                              record + R::kGrids + within * Block::kTokens * R::kGridBytes,
+                              Block::kTokens * R::kGridBytes, barrier, policy);
+            }
+        }
+        if (++slot == kStages) slot = 0, parity ^= 1;
+    };
+
+    // All stages before the one with the newest token lay there before this step.
+    int stage = 0;
+    const int old = (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
+    while (stage < min(min(old, now.chunk.pages * Block::kOfPage), kStages)) fetch(stage++);
+    dependency_wait();
+    for (; item < items; item += blocks, ++count) {
+        if (lane == 0) {
+            const int row = now.chunk.sequence * kv_heads + now.head, bytes = group * kDim * 2;
+            const u32 to = smem + Block::kItems + count % 2 * Block::kItem;
+            barrier_wait(heard + count % 2 * 8, (count / 2 + 1) % 2);
+            Told::tell(to + Block::kAbout, now, item, kv_heads);
+            barrier_arrive_expect(told + count % 2 * 8, bytes);
+            copy_bulk(to, q + static_cast<u64>(row) * group * kDim, bytes, told + count % 2 * 8,
+                      keep);
+        }
+        ahead.find(rows, item + blocks, items, kv_heads);
+        const int all = now.chunk.pages * Block::kOfPage;
+        const bool more = item + blocks < items;
+        if (stage == all && more) ahead.name(table, 0);
+        for (; stage < all; ++stage) {
+            if (stage + 1 == all && more) ahead.name(table, 0);  // before a wait that hides it
+            fetch(stage);
+        }
+        now = ahead, stage = 0;
     }
 }
 
-template <class T, int kDim>
-BILLFISH_DEVICE void store_channels(const Sums<kDim>& sums, u16* out, int group, int lane) {
-    const float by[2] = {1.0f / sums.weight[0], 1.0f / sums.weight[1]};
-    const int r = lane / 4, c = lane % 4;
-#pragma unroll
-    for (int t = 0; t < kDim / 16; ++t) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 pair = turn_matrix(
-                T::pack(sums.o[t][half * 2] * by[0], sums.o[t][half * 2 + 1] * by[1]));
-            if (r < group)
-                *reinterpret_cast<u32*>(out + r * kDim + t * 16 + half * 8 + 2 * c) = pair;
+// The other four: take tiles, add up.
+template <class T, class F, int kDim>
+BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arrived, int items,
+                                int kv_heads, int group, float scale) {
+    using Block = AttendBlock<F, kDim>;
+    constexpr int kStages = Block::kStages, kThreads = kTakers * 32;
+    const u32 full = smem + Block::kBarriers, empty = full + kStages * 8;
+    const u32 told = empty + kStages * 8, heard = told + 16, owed = smem + Block::kOwed;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int shift = group <= 2 ? 0 : group <= 4 ? 1 : 2;  // log2 of pairs of heads
+    const int pair = thread & (1 << shift) - 1, units = kDim / 2 << shift;
+    const Lane at = Lane::of<T, F, kDim>(warp % Block::kShare);
+    const WarpParts<kDim> warps{smem + Block::kExchange, smem + Block::kWeights};
+    int slot = warp / Block::kShare;
+    u32 parity = 0, which = 0, item_parity = 0;
+    u32 before = ~0u;  // of thread 0: how many chunks had come before the last item's
+    bool owes = false;
+
+    // Whether the item before was its sequence's last to come, and then the sequence's result.
+    const auto ask = [&] {
+        if (thread != 0) return;
+        uint4 v = load_smem_16(owed);  // row, first item, chunks
+        if (before + 1 != v.z) {
+            v.z = 0;
+        } else {
+            arrived[v.x] = 0;
+            fence_gpu();
         }
+        store_smem_bits_16(owed, v);
+    };
+    const auto settle = [&] {
+        const uint4 v = load_smem_16(owed);
+        if (v.z == 0) return;
+        constexpr int kFloats = ChunkParts<kDim>::kFloats;
+        const ChunkParts<kDim> parts{workspace + static_cast<u64>(v.y) * kFloats,
+                                     static_cast<u64>(kv_heads) * kFloats};
+        for (int unit = thread; unit < units; unit += kThreads) {
+            Total total;
+            total.add<8>(parts, v.z, unit, pair);
+            total.store<T, kDim>(out + static_cast<u64>(v.x) * group * kDim, unit >> shift, pair,
+                                 group);
+        }
+    };
+
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const u32 about = smem + Block::kItems + which * Block::kItem;
+        barrier_wait(told + which * 8, item_parity);
+        Told of;
+        of.hear(about + Block::kAbout);
+        Queries<T, F, kDim> queries;
+        queries.load(about, group, scale);
+        Sums<kDim> sums;
+        sums.clear();
+        int token = of.token + warp * kTile;
+        for (const int end = of.token + of.pages * kPageTokens; token < end; token += kPageTokens) {
+            const u32 stage = smem + slot * Block::kBytes, done = empty + 8 * slot;
+            barrier_wait(full + 8 * slot, parity);
+            if (of.span.has_all(token, kTile))
+                take_tile<T, F, kDim, true>(sums, queries, at, stage, done, token, of.span);
+            else if (of.span.has_some(token, kTile))
+                take_tile<T, F, kDim, false>(sums, queries, at, stage, done, token, of.span);
+            else if (at.number == 0)
+                barrier_arrive(done);
+            slot += Block::kStep;
+            if (slot >= kStages) slot -= kStages, parity ^= 1;
+        }
+
+        sums.template finish<F>();
+        if ((lane % 4) >> shift == 0) {
+            const u32 to = (lane / 4 << shift) + lane % 4;
+#pragma unroll
+            for (int t = 0; t < kDim / 16; ++t)
+                store_smem_16(warps.exchange + warp * kDim * 32 + ((t * 8 << shift) + to) * 16,
+                              sums.o[t]);
+            const float all[4] = {sums.most[0], sums.weight[0], sums.most[1], sums.weight[1]};
+            if (lane < 4) store_smem_16(warps.weight + (warp * 4 + lane) * 16, all);
+        }
+        of.hear_more(about + Block::kAbout);
+        if (owes) ask();
+        sync_some<1, kThreads>();
+        if (owes) settle();
+        owes = of.chunks > 1;
+        float* part = workspace + static_cast<u64>(of.item) * ChunkParts<kDim>::kFloats;
+        for (int unit = thread; unit < units; unit += kThreads) {
+            Total total;
+            total.add<kTakers>(warps, kTakers, unit, pair);
+            if (owes) {
+                *reinterpret_cast<float4*>(part + unit * 4) =
+                    make_float4(total.o[0], total.o[1], total.o[2], total.o[3]);
+                if (unit == pair)
+                    *reinterpret_cast<float4*>(part + kDim * 8 + pair * 4) = make_float4(
+                        total.most[0], total.weight[0], total.most[1], total.weight[1]);
+            } else {
+                total.store<T, kDim>(out + static_cast<u64>(of.row) * group * kDim, unit >> shift,
+                                     pair, group);
+            }
+        }
+        sync_some<1, kThreads>();
+        if (thread == 0) {
+            barrier_arrive(heard + which * 8);
+            if (owes) {
+                store_smem_bits_16(owed, {of.row, of.item - of.number * kv_heads, of.chunks, 0});
+                before = add_release(arrived + of.row, 1);
+            }
+        }
+        which ^= 1;
+        if (which == 0) item_parity ^= 1;
+    }
+    if (owes) {
+        ask();
+        sync_some<1, kThreads>();
+        settle();
     }
 }
 
@@ -186,147 +350,35 @@ BILLFISH_DEVICE void store_channels(const Sums<kDim>& sums, u16* out, int group,
 // there, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
 // and after.
 template <class T, class F, int kDim>
-__global__ void __launch_bounds__(32, 8)
+__global__ void __launch_bounds__(kTakers * 32 + 32, (AttendBlock<F, kDim>::kBlocks))
 attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
        const int* __restrict__ table, const int* __restrict__ head, float* workspace,
        u32* arrived, int kv_heads, int group, float scale) {
 #if __CUDA_ARCH__ >= 900
-    using Stage = AttendStage<F, kDim>;
-    using R = PageRecord<F, kDim>;
-    constexpr int kStages = Stage::kStages, kOfPage = kPageTokens / Stage::kTokens;
-
+    using Block = AttendBlock<F, kDim>;
     extern __shared__ __align__(128) unsigned char smem[];
-    const u32 ring = smem_address(smem), full = ring + kStages * Stage::kBytes;
-    const u32 empty = full + kStages * 8;
-    const int lane = threadIdx.x, blocks = gridDim.x;
+    const u32 base = smem_address(smem), full = base + Block::kBarriers;
     launch_dependents();
     const int items = head[0] * kv_heads;
     const Chunk* rows = reinterpret_cast<const Chunk*>(table + head[1]);
-    int item = blockIdx.x;
-    if (item >= items) {  // its memory is the next kernel's, at once
+    if (static_cast<int>(blockIdx.x) >= items) {  // its memory is the next kernel's, at once
         // But somebody waits: whoever waits for this kernel counts on those before it.
-        if (item == 0) dependency_wait();
+        if (blockIdx.x == 0) dependency_wait();
         return;
     }
-    Work<kDim> now, ahead;
-    now.find(rows, item, items, kv_heads);
-    if (lane == 0) {
-        for (int i = 0; i < kStages; ++i) {
+    if (threadIdx.x == kTakers * 32) {
+        for (int i = 0; i < Block::kStages; ++i) {
             barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, 1);
+            barrier_init(full + 8 * (Block::kStages + i), Block::kShare);
         }
+        for (int i = 0; i < 4; ++i) barrier_init(full + 8 * (2 * Block::kStages + i), 1);
         barrier_init_fence();
     }
-    now.name(table, 0);
-    __syncwarp();
-
-    const u64 policy = evict_first_policy();
-    int slot = 0, fetch_slot = 0, flying = 0;  // flying: stages fetched and not yet taken
-    u32 parity = 0, fetch_parity = 1;          // the first round finds every slot empty
-    const auto fetch = [&](Work<kDim>& work, int stage) {
-        stage += work.template first<Stage::kTokens>();
-        const int page = stage / kOfPage, within = stage % kOfPage;
-        if (page / 32 != work.known) work.name(table, page / 32);
-        const u64 name = shuffle(work.names, page % 32);
-        if (lane == 0) {
-            const unsigned char* record = pool + (name * kv_heads + work.head) * R::kBytes;
-            const u32 to = ring + fetch_slot * Stage::kBytes, barrier = full + 8 * fetch_slot;
-            barrier_wait(empty + 8 * fetch_slot, fetch_parity);
-            barrier_arrive_expect(barrier, Stage::kBytes);
-            if constexpr (kOfPage == 1) {
-                copy_bulk(to, record, R::kBytes, barrier, policy);
-            } else {
-                const unsigned char* part = record + within * Stage::kV;
-                copy_bulk(to, part, Stage::kV, barrier, policy);
-                copy_bulk(to + Stage::kV, part + R::kV, Stage::kV, barrier, policy);
-                if constexpr (R::kGridBytes > 0)
-                    copy_bulk(to + Stage::kGrids,
-                              record + R::kGrids + within * Stage::kTokens * R::kGridBytes,
-                              Stage::kTokens * R::kGridBytes, barrier, policy);
-            }
-        }
-        ++flying;
-        if (++fetch_slot == kStages) fetch_slot = 0, fetch_parity ^= 1;
-    };
-
-    // All but the stage with the newest token lay there before this step.
-    int stages = now.template stages<Stage::kTokens>(), fetched = 0, fetched_ahead = 0;
-    const int old = now.chunk.number + 1 == now.chunk.chunks ? stages - 1 : stages;
-    while (fetched < min(old, kStages)) fetch(now, fetched++);
-    dependency_wait();
-    for (; item < items; item += blocks) {
-        const bool more = item + blocks < items;
-        uint4 bits[kDim / 32];
-        now.ask(bits, q + now.row(kv_heads, group), group);
-        ahead.find(rows, item + blocks, items, kv_heads);
-        int stages_ahead = 0;  // known once there is time
-        const auto top_up = [&] {
-            while (flying < kStages && fetched < stages) fetch(now, fetched++);
-            while (flying < kStages && fetched == stages && fetched_ahead < stages_ahead)
-                fetch(ahead, fetched_ahead++);
-        };
-        top_up();
-        const Span span{now.chunk.begin, now.chunk.length};
-        int token = now.chunk.token + now.template first<Stage::kTokens>() * Stage::kTokens;
-        Queries<T, F, kDim> queries;
-        queries.load(bits, scale);
-        Sums<kDim> sums;
-        sums.clear();
-        for (int i = 0; i < stages; ++i, token += Stage::kTokens) {
-            barrier_wait(full + 8 * slot, parity);
-            const u32 stage = ring + slot * Stage::kBytes;
-            if (span.has_all(token, Stage::kTokens))
-                take_stage<T, F, kDim, true>(sums, queries, stage, token, span);
-            else
-                take_stage<T, F, kDim, false>(sums, queries, stage, token, span);
-            // Nothing is copied over what a lane still reads: see barrier_arrive_after.
-            __syncwarp();
-            barrier_arrive_after(empty + 8 * slot, sums.o[kDim / 16 - 1][0], lane == 0);
-            if (++slot == kStages) slot = 0, parity ^= 1;
-            --flying;
-            if (i == 0 && more) {
-                ahead.name(table, 0);
-                stages_ahead = ahead.template stages<Stage::kTokens>();
-            }
-            top_up();
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            sums.weight[i] = sum_over<32, 4>(sums.weight[i]);
-            sums.low[i] = sum_over<32, 4>(sums.low[i]);
-        }
-        if constexpr (F::kBits < 16) {  // codes were n * 2^-24, of 4 bits in rows r + 8 n * 2^-20
-#pragma unroll
-            for (int t = 0; t < kDim / 16; ++t) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float unit = F::kBits == 4 && i / 2 ? 1048576.0f : 16777216.0f;
-                    sums.o[t][i] = fmaf(sums.o[t][i], unit, sums.low[i % 2]);
-                }
-            }
-        }
-        u16* to = out + now.row(kv_heads, group);
-        if (now.chunk.chunks == 1) {
-            store_channels<T, kDim>(sums, to, group, lane);
-        } else {
-            Parts<kDim>(workspace, item).leave(sums, lane, group);
-            __syncwarp();
-            u32 before = 0;
-            u32* counter = arrived + now.chunk.sequence * kv_heads + now.head;
-            if (lane == 0) before = add_acq_rel(counter, 1);
-            before = shuffle(before, 0);
-            if (before + 1 == static_cast<u32>(now.chunk.chunks)) {  // the last to come
-                if (lane == 0) *counter = 0;
-                const int first = item - now.chunk.number * kv_heads, all = now.chunk.chunks;
-                if (group <= 4)
-                    merge<T, kDim, 2>(workspace, first, kv_heads, all, to, group, lane);
-                else
-                    merge<T, kDim, 4>(workspace, first, kv_heads, all, to, group, lane);
-            }
-        }
-        now = ahead;
-        stages = stages_ahead, fetched = fetched_ahead, fetched_ahead = 0;
-    }
+    __syncthreads();
+    if (threadIdx.x >= kTakers * 32)
+        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group);
+    else
+        take_items<T, F, kDim>(base, out, workspace, arrived, items, kv_heads, group, scale);
 #endif
 }
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from billfish.engine.pool import Pool
+from billfish.engine.cut import BLOCKS, MOST, Cut
+from billfish.engine.pool import POOLS, Pool
 from billfish.engine.scheduler import Piece, Sequence
-from billfish.kernels.device import gpu
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.models.decoder import Shape
@@ -25,49 +25,41 @@ from billfish.models.decoder import Shape
 PAGE = 64  # tokens
 MOST_GROUP = 8  # query heads of a K head: columns of the tensor cores' tile
 HEAD_DIMS = (64, 128)
-WARPS = 8  # of an SM, each a block with a ring of its own
-RING = 27648  # bytes at most, as in attend_stage.cuh; barriers come behind it
+THREADS = 160  # four warps that multiply, one that fetches
+MOST_SMEM = 230400  # kAttendBytes
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
 ROW = 8  # numbers of a Chunk
 STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
 
 
-def chunk_pages(pages: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Pages of a chunk by pages of a sequence, and by nothing else: how sums are cut, and so a
-    text's bits, must not depend on the batch. Short texts spread over SMs; a chunk more is 2 KB
-    more to write and to add (64 texts of 1024 tokens take 20 us in chunks of 8 pages, 26 in chunks
-    of 4); long ones have no more than 32."""
-    sizes = [pages <= 8, pages < 16, pages <= 256]
-    each: NDArray[np.int32] = np.select(sizes, [2, 4, 8], -(-pages // 32)).astype(np.int32)
-    return np.maximum(each, 1)
-
-
-def chunks(lengths: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
-    """How many chunks attention cuts each sequence into; 0 for an empty one."""
-    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
-    pages = -(-lengths // PAGE) - begin // PAGE
-    return np.where(lengths > 0, -(-pages // chunk_pages(pages)), 0).astype(np.int32)
+def shared_bytes(kv: str, head_dim: int) -> int:
+    """Of a block, as attend_stage.cuh's AttendBlock lays it out."""
+    tokens = STAGE_TOKENS[kv]
+    stage = tokens * POOLS[kv].record_bytes(head_dim) // PAGE + 16
+    fixed = 2 * (head_dim * 16 + 32) + 4 * (head_dim * 32 + 64) + 48
+    step = PAGE // tokens
+    return fixed + min((MOST_SMEM // BLOCKS[kv] - fixed) // stage, 8) // step * step * stage
 
 
 def rows_of(
     lengths: NDArray[np.int32],
     starts: NDArray[np.int32],  # where each sequence's pages begin in the table
     window: int | None,
+    cut: Cut,
 ) -> NDArray[np.int32]:  # (chunks, 8): attention.cuh's Chunk
-    """What warps take, one after the other."""
-    counts = chunks(lengths, window)
+    """What blocks take, one after the other. Chunks of a sequence differ by a page at most."""
     begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
     first = begin // PAGE
     pages = -(-lengths // PAGE) - first
-    each = chunk_pages(pages)
+    counts = cut.chunks(pages)
     rows = np.empty((int(counts.sum()), ROW), np.int32)
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
-    before = number * each[sequence]
+    before = number * pages[sequence] // counts[sequence]
     rows[:, 0] = sequence
     rows[:, 1] = starts[sequence] + first[sequence] + before
     rows[:, 2] = (first[sequence] + before) * PAGE
-    rows[:, 3] = np.minimum(each[sequence], pages[sequence] - before)
+    rows[:, 3] = (number + 1) * pages[sequence] // counts[sequence] - before
     rows[:, 4] = number
     rows[:, 5] = counts[sequence]
     rows[:, 6] = begin[sequence]
@@ -89,16 +81,16 @@ class Tables:
         sequences: int,
         most_tokens: int,
         windows: tuple[int | None, ...],
+        cut: Cut,
         device: torch.device,
     ) -> None:
-        self.sequences, self.kinds = sequences, list(dict.fromkeys(windows))
-        full = np.arange(1, most_tokens + 1, PAGE, dtype=np.int32)
-        self.most_chunks = int(chunks(full, None).max())  # of a sequence
+        self.sequences, self.kinds, self.cut = sequences, list(dict.fromkeys(windows)), cut
         widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
         widths["heads"] = len(self.kinds) * ROW
         self._fixed = sum(widths.values())
-        rows = len(self.kinds) * sequences * self.most_chunks * ROW
-        size = self._fixed + rows + sequences * math.ceil(most_tokens / PAGE)
+        rows = len(self.kinds) * cut.most_chunks(sequences) * ROW
+        self.most_pages = math.ceil(most_tokens / PAGE)  # of a sequence
+        size = self._fixed + rows + sequences * self.most_pages
         pinned = device.type == "cuda"
         places = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._places = itertools.cycle(places)
@@ -156,7 +148,7 @@ class Tables:
         ]
         sizes = np.array([len(pages) for pages in lists], np.int32)
         starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-        made = [rows_of(where + 1, starts, window) for window in self.kinds]
+        made = [rows_of(where + 1, starts, window, self.cut) for window in self.kinds]
         at = self._fixed
         pages_at = at + sum(each.size for each in made)
         for i, each in enumerate(made):
@@ -177,11 +169,9 @@ class DecodeAttention:
         self.shape, self.pool, self.tables = shape, pool, tables
         device = pool.records.device
         self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
-        stage = STAGE_TOKENS[pool.name] * pool.record_bytes(shape.head_dim) // PAGE
-        stages = min(RING // stage, 6)
-        self.smem = stages * (stage + 16)
-        self.blocks = gpu(device).sms * WARPS
-        items = tables.sequences * shape.kv_heads * tables.most_chunks
+        self.smem = shared_bytes(pool.name, shape.head_dim)
+        self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: few are few blocks
+        items = tables.cut.most_chunks(tables.sequences) * shape.kv_heads
         self.parts = torch.empty(
             items * (shape.head_dim * 8 + 16), dtype=torch.float32, device=device
         )
@@ -198,8 +188,8 @@ class DecodeAttention:
                      tables.card.data_ptr(), head.data_ptr(), self.parts.data_ptr(),
                      self.arrived.data_ptr(), shape.kv_heads, shape.heads // shape.kv_heads,
                      self.scale)  # fmt: skip
-        most = len(q) * shape.kv_heads * tables.most_chunks
-        self.kernel.launch(min(self.blocks, most), 32, arguments, self.smem, pdl=True)
+        blocks = min(tables.cut.blocks, len(q) * shape.kv_heads * self.most_chunks)
+        self.kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
 
 
 def program(shape: Shape, dtype: torch.dtype, kv: str) -> Program:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine import decode, fused
+from billfish.engine.cut import Cut
 from billfish.engine.decode import PAGE, DecodeAttention, Tables
 from billfish.engine.fused import Fused
 from billfish.engine.pool import POOLS, Pool
@@ -69,6 +70,7 @@ class GpuRunner:
         most_tokens: int,  # of one sequence
         turn: Turn | None = None,
         graphs: bool = True,
+        invariant: bool = False,  # a row's bits do not depend on the others
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
         shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
@@ -77,7 +79,8 @@ class GpuRunner:
         positions = torch.arange(most_tokens, device=device)
         cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
         self.fused = Fused(shape, dtype, device, pool, cos, sin, turn)
-        self.tables = Tables(most_sequences, most_tokens, shape.windows, device)
+        cut = Cut(pool.name, shape.kv_heads, gpu(device).sms, invariant)
+        self.tables = Tables(most_sequences, most_tokens, shape.windows, cut, device)
         self.attention = DecodeAttention(shape, dtype, pool, self.tables)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The best token of each row and its logit's bits; read by the next decode, and by the host

@@ -30,6 +30,7 @@ from billfish.engine.runner import Runner, TorchRunner
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
+from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
@@ -63,6 +64,10 @@ class LLM:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = path if isinstance(path, tuple) else load(path, dtype, device, batch_invariant)
         model, self.tokenizer = loaded
+        invariant = batch_invariant or any(
+            isinstance(layer, QuantLinear) and layer.asked == "invariant"
+            for layer in model.modules()
+        )
         decoder = Decoder.of(model)
         shape, kind = decoder.shape, decoder.device.type
         if kind not in PAGE_TOKENS:
@@ -94,7 +99,9 @@ class LLM:
         turn = turn_of(path, decoder, self.tokenizer) if kv == "kv4" else None
         runner: Runner
         if isinstance(cache, Pool):
-            runner = gpu.GpuRunner(decoder, cache, max_num_seqs, self.max_model_len, turn)
+            runner = gpu.GpuRunner(
+                decoder, cache, max_num_seqs, self.max_model_len, turn, invariant=invariant
+            )
         else:
             if isinstance(cache, Kv4):
                 cache.turn = turn

@@ -13,12 +13,13 @@ int main(int, char** arguments) {
     const int smem_bytes = atoi(arguments[7]);
     std::vector<unsigned char> pool = take(), q = take(), table = take(), head = take();
     source_begin[0] = (const char*)pool.data(), source_end[0] = source_begin[0] + pool.size() - 16;
+    source_begin[1] = (const char*)q.data(), source_end[1] = source_begin[1] + q.size() - 16;
     const int items = ((const int*)head.data())[0] * kv_heads;
     std::vector<u16> out(sequences * kv_heads * group * HEAD_DIM + 64, 0xfffe);
     std::vector<float> parts((items + 1) * (HEAD_DIM * 8 + 16), NAN);
     std::vector<u32> arrived(sequences * kv_heads, 0);
     cluster_size = 1;
-    launch(grid, 1, 32, smem_bytes, [&] {
+    launch(grid, 1, 160, smem_bytes, [&] {
         using namespace billfish;
         attend<TYPE, FORMAT, HEAD_DIM>(pool.data(), (const u16*)q.data(), out.data(),
                                        (const int*)table.data(), (const int*)head.data(),

@@ -31,12 +31,12 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
             makecontext(&fiber.context, begin_fiber, 0);
         }
     }
-    const u32 warps = fibers.size() / 32;
+    const u32 warps = fibers.size() / 32, slow = 4u << lot() % 8;  // turns until a copy lands
     std::vector<u32> alive(warps);
     for (u32 w = 0; w < warps; ++w) alive[w] = w;
     for (u64 turns = 0; !alive.empty(); ++turns) {
         demand(turns < 40'000'000, "somebody waits for ever");
-        if (!flying.empty() && lot() % 4 == 0) {
+        if (!flying.empty() && lot() % slow == 0) {
             const u32 i = lot() % flying.size();
             auto land = std::move(flying[i]);
             flying[i] = std::move(flying.back()), flying.pop_back();

@@ -10,18 +10,35 @@ namespace billfish {
 
 #if __CUDA_ARCH__ >= 900
 
-constexpr int kRingBytes = 27648;  // 8 blocks of this fit on an SM
+constexpr int kTakers = 4;             // warps that multiply; one more fetches
+constexpr int kAttendBytes = 230400;   // of shared memory: with 1 KB a block, an SM's
+constexpr int kTile = 16;              // tokens a warp takes at a time
 
+// Where things are in a block's shared memory: the ring; queries and what else is known of an item,
+// twice; what warps leave for each other at its end; barriers. engine/decode.py counts the same.
 template <class F, int kDim>
-struct AttendStage {
+struct AttendBlock {
     using R = PageRecord<F, kDim>;
-    static constexpr int kTokens = F::kStageTokens;
-    static constexpr int kTiles = kTokens / 16;
-    static constexpr int kV = kTokens * R::kTokenBytes;
-    static constexpr int kGrids = 2 * kV;
+    static constexpr int kTokens = F::kStageTokens, kShare = kTokens / kTile;  // warps of a stage
+    static constexpr int kOfPage = kPageTokens / kTokens;
+    static constexpr int kV = kTokens * R::kTokenBytes, kGrids = 2 * kV;
     static constexpr int kBytes = kGrids + kTokens * R::kGridBytes;
-    static constexpr int kStages = kRingBytes / kBytes < 6 ? kRingBytes / kBytes : 6;
-    static_assert(kBytes % 128 == 0 && kStages >= 2, "ring");
+    static constexpr int kAbout = kDim * 16, kItem = kAbout + 32;  // 8 queries, 8 numbers
+    static constexpr int kSums = kDim * 32;                        // of a warp
+    static constexpr int kFixed = 2 * kItem + kTakers * (kSums + 64) + 16 + 4 * 8;
+    // Three blocks of an SM are 15 warps of up to 128 registers. Of 16 bits a warp's tile is a
+    // stage, and with three it would have only one: 129 us instead of 126 at 32 x 4096.
+    static constexpr int kBlocks = F::kBits == 16 ? 2 : 3;
+    static constexpr int kRoom = (kAttendBytes / kBlocks - kFixed) / (kBytes + 16);
+    // A multiple of the stages that four tiles are, so that a slot belongs to the same warps for
+    // ever: else one that is ahead takes the slot's last round for its own (wait tells two rounds
+    // apart by their parity alone).
+    static constexpr int kStep = kTakers / kShare;
+    static constexpr int kStages = (kRoom < 8 ? kRoom : 8) / kStep * kStep;
+    static constexpr int kItems = kStages * kBytes, kExchange = kItems + 2 * kItem;
+    static constexpr int kWeights = kExchange + kTakers * kSums, kOwed = kWeights + kTakers * 64;
+    static constexpr int kBarriers = kOwed + 16;
+    static_assert(kBytes % 128 == 0 && kStages > kStep, "ring");
 };
 
 constexpr float kLeastStep = 5.421010862427522e-20f;  // 2^-64: what has no step has no codes
@@ -33,6 +50,9 @@ struct Span {
     BILLFISH_DEVICE bool has_all(int token, int count) const {
         return token >= begin && token + count <= length;
     }
+    BILLFISH_DEVICE bool has_some(int token, int count) const {
+        return token + count > begin && token < length;
+    }
 };
 
 // B fragments of the queries: lane (r, c) holds head r, channels 32 j + 8 c to + 7 of each j.
@@ -41,12 +61,15 @@ struct Queries {
     u32 b[kDim / 32][4];
     float unit[2], sum[2];  // of heads 2 c and 2 c + 1: what scores are multiplied by, and sum q
 
-    BILLFISH_DEVICE void load(const uint4 (&q)[kDim / 32], float scale) {
-        const int c = threadIdx.x % 4;
+    BILLFISH_DEVICE void load(u32 from, int group, float scale) {
+        const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         float v[kDim / 32][8], most = 0, total = 0;
 #pragma unroll
-        for (int j = 0; j < kDim / 32; ++j)
-            b[j][0] = q[j].x, b[j][1] = q[j].y, b[j][2] = q[j].z, b[j][3] = q[j].w;
+        for (int j = 0; j < kDim / 32; ++j) {
+            uint4 q = {0, 0, 0, 0};
+            if (r < group) q = load_smem_16(from + (r * kDim + 32 * j + 8 * c) * 2);
+            b[j][0] = q.x, b[j][1] = q.y, b[j][2] = q.z, b[j][3] = q.w;
+        }
         if constexpr (F::kBits == 16) {
             unit[0] = unit[1] = scale, sum[0] = sum[1] = 0;
             return;
@@ -99,42 +122,39 @@ BILLFISH_DEVICE void load_words(u32 (&to)[kWords], u32 from) {
     }
 }
 
-// Scores of kTiles x 16 tokens: rows r and r + 8, heads 2 c and 2 c + 1. All loads come first and
-// products of different tiles take turns: one after the other they would wait 33 cycles each. A
-// tile alone takes turns between two sums.
-template <class T, class F, int kDim, int kTiles>
-BILLFISH_DEVICE void multiply_keys(float (*s)[4], u32 k, int r, int c,
-                                   const u32 (&b)[kDim / 32][4]) {
-    constexpr int kRow = PageRecord<F, kDim>::kTokenBytes, kWords = kRow / 16;  // a lane's
+// A lane's words of K of 16 tokens, and their scores: rows r and r + 8, heads 2 c and 2 c + 1.
+// Products take turns between two sums: one after the other they would wait 33 cycles each.
+template <class T, class F, int kDim>
+struct Keys {
+    static constexpr int kRow = PageRecord<F, kDim>::kTokenBytes, kWords = kRow / 16;
     using N = typename F::template Number<T>;
-    u32 words[kTiles][2][kWords];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    u32 words[2][kWords];
+
+    BILLFISH_DEVICE void load(u32 from) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 row = k + (tile * 16 + half * 8 + r) * kRow;
+            const u32 row = from + half * 8 * kRow;
             if constexpr (F::kBits < 16) {
-                load_words(words[tile][half], row + c * kWords * 4);
-            } else {
+                load_words(words[half], row);
+            } else {  // of odd tokens the two halves of 128 bytes have changed places
 #pragma unroll
                 for (int j = 0; j < kDim / 32; ++j) {
-                    const uint4 v = load_smem_16(row + ((4 * j + c) ^ (r & 1) << 2) * 16);
-                    u32* to = words[tile][half] + 4 * j;
+                    const uint4 v = load_smem_16((j % 2 ? row ^ 64 : row) + j / 2 * 128);
+                    u32* to = words[half] + 4 * j;
                     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
                 }
             }
         }
     }
-    float other[4];
+    BILLFISH_DEVICE void multiply(float (&s)[4], const u32 (&b)[kDim / 32][4]) const {
+        float other[4];
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {  // 16 channels
-        const int j = step / 2, i = step % 2;
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
+        for (int step = 0; step < kDim / 16; ++step) {  // 16 channels
+            const int j = step / 2, i = step % 2;
             u32 a[4];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const u32(&w)[kWords] = words[tile][half];
+                const u32(&w)[kWords] = words[half];
                 if constexpr (F::kBits == 16) {
                     a[half] = w[4 * j + 2 * i], a[half + 2] = w[4 * j + 2 * i + 1];
                 } else if constexpr (F::kBits == 8) {
@@ -144,35 +164,49 @@ BILLFISH_DEVICE void multiply_keys(float (*s)[4], u32 k, int r, int c,
                     a[half] = word & F::kFirst, a[half + 2] = word & F::kFirst << 4;
                 }
             }
-            float(&sum)[4] = kTiles == 1 && i ? other : s[tile];
-            if (step == 0 || (kTiles == 1 && step == 1))
+            float(&sum)[4] = i ? other : s;
+            if (step < 2)
                 N::mma_first(sum, a, b[j][2 * i], b[j][2 * i + 1]);
             else
                 N::mma(sum, a, b[j][2 * i], b[j][2 * i + 1]);
         }
-    }
-    if constexpr (kTiles == 1) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[0][i] += other[i];
+        for (int i = 0; i < 4; ++i) s[i] += other[i];
     }
-}
+};
 
-// o += V^T P^T of 16 tokens. `v` is where this lane's words of the first 8 tokens are, `keep` what
-// of them counts: 16 bits a token.
+// A lane's words of V of 16 tokens, and o += V^T P^T.
 template <class T, class F, int kDim>
-BILLFISH_DEVICE void multiply_values(float (&o)[kDim / 16][4], u32 v, u32 b0, u32 b1,
-                                     const u32 (&keep)[2]) {
-    constexpr int kNext = 8 * PageRecord<F, kDim>::kTokenBytes;  // the other 8 tokens
+struct Values {
+    static constexpr int kNext = 8 * PageRecord<F, kDim>::kTokenBytes;  // the other 8 tokens
+    static constexpr int kWords = kDim == 64 && F::kBits == 4 ? 2 : 4;  // of a piece
+    static constexpr int kTiles = kWords * 8 / F::kBits;                // of 16 channels, of it
+    static constexpr int kPieces = kDim / 16 / kTiles;
+    static constexpr int kLane = kWords * 4;  // bytes of a lane in a piece
     using N = typename F::template Number<T>;
-    constexpr int kWords = kDim == 64 && F::kBits == 4 ? 2 : 4;  // of a piece
-    constexpr int kTiles = kWords * 8 / F::kBits;                // of 16 channels, of a piece
+    u32 words[kPieces][2][kWords];
+
+    BILLFISH_DEVICE void load(u32 from) {
 #pragma unroll
-    for (int piece = 0; piece < kDim / 16 / kTiles; ++piece) {
-        u32 low[kWords], high[kWords];
-        load_words(low, v + piece * 512);
-        load_words(high, v + kNext + piece * 512);
+        for (int piece = 0; piece < kPieces; ++piece) {
+            load_words(words[piece][0], from + piece * 512);
+            load_words(words[piece][1], from + kNext + piece * 512);
+        }
+    }
+    BILLFISH_DEVICE u32 seen() const {  // made of every load
+        u32 all = 0;
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
+        for (int piece = 0; piece < kPieces; ++piece)
+            all ^= words[piece][0][0] ^ words[piece][1][0];
+        return all;
+    }
+    BILLFISH_DEVICE void multiply(float (&o)[kDim / 16][4], const u32 (&b)[2],
+                                  const u32 (&keep)[2]) const {  // keep: 16 bits a token
+#pragma unroll
+        for (int tile = 0; tile < kDim / 16; ++tile) {
+            const u32(&low)[kWords] = words[tile / kTiles][0];
+            const u32(&high)[kWords] = words[tile / kTiles][1];
+            const int t = tile % kTiles;
             u32 a[4];
             if constexpr (F::kBits == 16) {
                 a[0] = low[2 * t] & keep[0], a[1] = low[2 * t + 1] & keep[0];
@@ -185,10 +219,10 @@ BILLFISH_DEVICE void multiply_values(float (&o)[kDim / 16][4], u32 v, u32 b0, u3
                 a[0] = x & F::kFirst, a[1] = x & F::kFirst << 4;
                 a[2] = y & F::kFirst, a[3] = y & F::kFirst << 4;
             }
-            N::mma(o[piece * kTiles + t], a, b0, b1);
+            N::mma(o[tile], a, b[0], b[1]);
         }
     }
-}
+};
 
 // Running softmax of two heads a lane: the largest exponent so far, sums of weights, of weights
 // times V's low, and of weights times V's codes.
@@ -212,49 +246,85 @@ struct Sums {
             for (int i = 0; i < 4; ++i) o[t][i] *= by[i % 2];
         }
     }
-};
-
-// One stage in shared memory at `stage`, whose first token is number `token`; kWhole: all of its
-// tokens count.
-template <class T, class F, int kDim, bool kWhole>
-BILLFISH_DEVICE void take_stage(Sums<kDim>& sums, const Queries<T, F, kDim>& queries, u32 stage,
-                                int token, Span span) {
-    using Stage = AttendStage<F, kDim>;
-    constexpr int kTiles = Stage::kTiles;
-    using N = typename F::template Number<T>;
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    const float none = __uint_as_float(0xff800000u);
-    float s[kTiles][4], most[2] = {none, none};
-    constexpr int kAtOnce = kTiles < 2 ? 1 : 2;
+    template <class F>
+    BILLFISH_DEVICE void finish() {  // of all tokens of a head, codes with their low
 #pragma unroll
-    for (int tile = 0; tile < kTiles; tile += kAtOnce)
-        multiply_keys<T, F, kDim, kAtOnce>(
-            s + tile, stage + tile * 16 * PageRecord<F, kDim>::kTokenBytes, r, c, queries.b);
+        for (int i = 0; i < 2; ++i) {
+            weight[i] = sum_over<32, 4>(weight[i]);
+            if constexpr (F::kBits < 16) low[i] = sum_over<32, 4>(low[i]);
+        }
+        if constexpr (F::kBits < 16) {  // codes were n * 2^-24, of 4 bits in rows r + 8 n * 2^-20
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+            for (int t = 0; t < kDim / 16; ++t) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = tile * 16 + half * 8 + r;
-            float k_step = 1, k_low = 0, v_step = 0;
-            if constexpr (F::kBits < 16) {
-                const uint2 grid = load_smem_8(stage + Stage::kGrids + row * 8);
-                k_step = T::to_float(grid.x & 0xffff), k_low = T::to_float(grid.x >> 16);
-                v_step = log2_fast(fmaxf(T::to_float(grid.y & 0xffff), kLeastStep));
-            }
-            const bool counts = kWhole || span.has(token + row);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& score = s[tile][half * 2 + i];
-                if constexpr (F::kBits < 16)  // of the weights that codes get: with V's step
-                    score = fmaf(score, k_step * queries.unit[i],
-                                 fmaf(k_low, queries.sum[i], v_step));
-                else
-                    score *= queries.unit[i];
-                if (!counts) score = none;
-                most[i] = fmaxf(most[i], score);
+                for (int i = 0; i < 4; ++i) {
+                    const float unit = F::kBits == 4 && i / 2 ? 1048576.0f : 16777216.0f;
+                    o[t][i] = fmaf(o[t][i], unit, low[i % 2]);
+                }
             }
         }
     }
+};
+
+// Where a lane's numbers of a tile are, from the stage's beginning on. Told by shuffles: ptxas
+// makes what it can make of threadIdx anew for every tile, 12 instructions before the first load.
+struct Lane {
+    u32 number, k, v, grid;
+    template <class T, class F, int kDim>
+    BILLFISH_DEVICE static Lane of(int tile) {
+        using R = PageRecord<F, kDim>;
+        using Block = AttendBlock<F, kDim>;
+        const u32 lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, first = tile * kTile;
+        const u32 word = F::kBits < 16 ? c * (R::kTokenBytes / 4) : (c ^ (r & 1) << 2) * 16;
+        const u32 value = first * R::kTokenBytes + lane * Values<T, F, kDim>::kLane;
+        return {shuffle(lane, lane), shuffle((first + r) * R::kTokenBytes + word, lane),
+                shuffle(Block::kV + value, lane), shuffle(Block::kGrids + (first + r) * 8, lane)};
+    }
+};
+
+// 16 tokens from number `token` on, in shared memory at `stage`; kWhole: all of them count, else
+// one of them does. Arrives on `empty` as soon as all is in registers: see barrier_arrive_after.
+template <class T, class F, int kDim, bool kWhole>
+BILLFISH_DEVICE void take_tile(Sums<kDim>& sums, const Queries<T, F, kDim>& queries, Lane at,
+                               u32 stage, u32 empty, int token, Span span) {
+    using N = typename F::template Number<T>;
+    const int r = at.number / 4, c = at.number % 4;
+    const float none = __uint_as_float(0xff800000u);
+    float s[4], most[2], v_low[2], v_one[2] = {1, 1};  // one over V's step
+    uint2 grid[2];
+    Keys<T, F, kDim> keys;
+    Values<T, F, kDim> values;
+    keys.load(stage + at.k);
+    if constexpr (F::kBits < 16) {
+        grid[0] = load_smem_8(stage + at.grid), grid[1] = load_smem_8(stage + at.grid + 64);
+        values.load(stage + at.v);
+    }
+    keys.multiply(s, queries.b);
+    if constexpr (F::kBits == 16) values.load(stage + at.v);  // where K's words were: 32 registers
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool counts = kWhole || span.has(token + half * 8 + r);
+        float k_step = 1, k_low = 0, v_step = 0;
+        if constexpr (F::kBits < 16) {
+            const float step = fmaxf(T::to_float(grid[half].y & 0xffff), kLeastStep);
+            k_step = T::to_float(grid[half].x & 0xffff), k_low = T::to_float(grid[half].x >> 16);
+            v_step = log2_fast(step), v_one[half] = reciprocal_fast(step);
+            v_low[half] = counts ? T::to_float(grid[half].y >> 16) : 0;  // what is not there: NaN?
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& score = s[half * 2 + i];
+            if constexpr (F::kBits < 16)  // of the weights that codes get: with V's step
+                score = fmaf(score, k_step * queries.unit[i], fmaf(k_low, queries.sum[i], v_step));
+            else
+                score *= queries.unit[i];
+            if (!counts) score = none;
+            most[i] = half ? fmaxf(most[i], score) : score;
+        }
+    }
+    // Before the vote: behind it ptxas would put V's loads there, too.
+    const u32 seen = values.seen() ^ float_bits(most[0]);
+    barrier_arrive_after(empty, __uint_as_float(seen), at.number == 0);
     // Sums are brought to a new largest exponent only when it is 2^8 above the old one: weights of
     // up to 256 do no harm, and mostly a vote is all there is to do.
     if (ballot(most[0] > sums.most[0] + 8 || most[1] > sums.most[1] + 8)) {
@@ -267,41 +337,24 @@ BILLFISH_DEVICE void take_stage(Sums<kDim>& sums, const Queries<T, F, kDim>& que
         }
         sums.scale(by);
     }
+    u32 b[2], keep[2] = {~0u, ~0u};
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-        u32 b[2];
+    for (int half = 0; half < 2; ++half) {
+        float weight[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float weight[2], low = 0, without = 1;  // the step: of the weights that sum to 1
-            if constexpr (F::kBits < 16) {
-                const int row = tile * 16 + half * 8 + r;
-                const u32 grid = load_smem_4(stage + Stage::kGrids + row * 8 + 4);
-                without = reciprocal_fast(fmaxf(T::to_float(grid & 0xffff), kLeastStep));
-                if (kWhole || span.has(token + row)) low = T::to_float(grid >> 16);  // else NaN?
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                weight[i] = exp2_fast(s[tile][half * 2 + i] - sums.most[i]);
-                const float p = weight[i] * without;
-                sums.weight[i] += p;
-                if constexpr (F::kBits < 16)
-                    sums.low[i] = fmaf(p, low, sums.low[i]);
-            }
-            b[half] = turn_matrix(N::pack(weight[0], weight[1]));
+        for (int i = 0; i < 2; ++i) {
+            weight[i] = exp2_fast(s[half * 2 + i] - sums.most[i]);
+            const float p = F::kBits < 16 ? weight[i] * v_one[half] : weight[i];  // sum to 1
+            sums.weight[i] += p;
+            if constexpr (F::kBits < 16) sums.low[i] = fmaf(p, v_low[half], sums.low[i]);
         }
-        u32 keep[2] = {~0u, ~0u};
+        b[half] = turn_matrix(N::pack(weight[0], weight[1]));
         if (F::kBits == 16 && !kWhole) {  // 0 times NaN is NaN
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int at = token + tile * 16 + half * 8 + 2 * c;
-                keep[half] = (span.has(at) ? 0xffffu : 0) | (span.has(at + 1) ? 0xffff0000u : 0);
-            }
+            const int first = token + half * 8 + 2 * c;
+            keep[half] = (span.has(first) ? 0xffffu : 0) | (span.has(first + 1) ? 0xffff0000u : 0);
         }
-        constexpr int kLane = F::kBits == 4 ? kDim / 8 : 16;
-        multiply_values<T, F, kDim>(
-            sums.o, stage + Stage::kV + tile * 16 * PageRecord<F, kDim>::kTokenBytes + lane * kLane,
-            b[0], b[1], keep);
     }
+    values.multiply(sums.o, b, keep);
 }
 
 #endif

@@ -81,12 +81,25 @@ BILLFISH_DEVICE float rsqrt_fast(float x) {
 }
 
 // Adds, and tells what was there; all that this thread has stored before is visible to whoever sees
-// the sum, and what others had stored before theirs is to this thread.
-BILLFISH_DEVICE u32 add_acq_rel(u32* pointer, u32 value) {
+// the sum. What others had stored before theirs is to this thread after a fence_gpu once the answer
+// has been read: in one (acq_rel) it would have to be waited for at once.
+BILLFISH_DEVICE u32 add_release(u32* pointer, u32 value) {
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(before) : "l"(pointer), "r"(value) : "memory");
     return before;
+}
+BILLFISH_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+BILLFISH_DEVICE void store_smem_bits_16(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w) : "memory");
+}
+BILLFISH_DEVICE float4 load_smem_floats(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
 }
 
 }  // namespace billfish

@@ -54,6 +54,9 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline float reciprocal_fast(float x) { return 1 / x; }
 inline float rsqrt_fast(float x) { return 1 / sqrtf(x); }
-inline u32 add_acq_rel(u32* p, u32 v) { yield(); const u32 before = *p; *p += v; return before; }
+inline u32 add_release(u32* p, u32 v) { yield(); const u32 before = *p; *p += v; return before; }
+inline void fence_gpu() { yield(); }
+inline void store_smem_bits_16(u32 a, uint4 v) { write(smem_at(a, 16), &v, 16); }
+inline float4 load_smem_floats(u32 a) { return read<float4>(a); }
 
 }  // namespace billfish

@@ -1,0 +1,66 @@
+"""Cut: how many chunks attention makes of each sequence's pages.
+
+Chunks fill the card when texts are few and long, and cost time when they are added up. How many
+are best depends on the whole batch, so a text's last bits do, as they do on the products' kernels;
+with `batch_invariant` they follow from its own length alone.
+
+The model is read off timings of 2026-11-15 (H200, 128 channels; docs/LOG.md); in the batches that
+were swept, 1 to 64 texts, it finds the quickest size or one within 15 % of its time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int32]
+MOST = 32  # chunks of a sequence: more cost more to add than they save
+EACH = 8  # pages of an invariant chunk
+BLOCKS = {"kv16": 2, "kv8": 3, "kv4": 3}  # of an SM, as in attend_stage.cuh: kBlocks
+# Microseconds that a block takes: for a page, alone on an SM and with as many as there can be; for
+# a chunk that is one of several, more the fewer pages it has; for adding them, and for each.
+PAGE_ALONE = {"kv16": 1.77, "kv8": 1.1, "kv4": 0.6}
+PAGE_SHARED = {"kv16": 1.87, "kv8": 1.58, "kv4": 0.88}
+PART, PART_SHORT, ADD, ADD_EACH = 0.5, 12.0, 1.0, 0.3
+
+
+@dataclass(frozen=True)
+class Cut:
+    kv: str
+    kv_heads: int
+    sms: int
+    invariant: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """That the card runs at once."""
+        return self.sms * BLOCKS[self.kv]
+
+    def chunks(self, pages: Numbers) -> Numbers:
+        """Of each sequence; 0 of one without pages."""
+        if self.invariant:
+            return np.minimum(-(-pages // EACH), MOST)
+        most = int(pages.max(initial=1))
+        sizes = np.unique(-(-most // np.arange(1, min(most, MOST) + 1, dtype=np.int32)))
+        counts = -(-pages // sizes[:, None])
+        all_chunks = counts.sum(1)
+        # A long text among many short ones: chunks of a whole text each are always allowed.
+        allowed = all_chunks <= self.most_chunks(len(pages))
+        allowed[-1] = True
+        items = np.maximum(all_chunks, 1) * self.kv_heads
+        rounds = -(-items // self.blocks)
+        mean = np.maximum(pages.sum(), 1) / np.maximum(all_chunks, 1)
+        others = np.minimum(-(-items // self.sms), BLOCKS[self.kv]) - 1  # on an SM
+        alone, shared = PAGE_ALONE[self.kv], PAGE_SHARED[self.kv]
+        page = alone + (shared - alone) * others / (BLOCKS[self.kv] - 1)
+        several, part = counts.max(1, initial=0), PART + PART_SHORT / mean
+        time = np.maximum(rounds * mean, sizes) * page
+        time += np.where(several > 1, rounds * part + ADD + ADD_EACH * several, 0)
+        found: Numbers = counts[np.where(allowed, time, np.inf).argmin()]
+        return found
+
+    def most_chunks(self, sequences: int) -> int:
+        """All together: what tables and workspace have room for."""
+        if self.invariant:
+            return sequences * MOST
+        return max(4 * self.blocks // self.kv_heads, sequences)
