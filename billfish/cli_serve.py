@@ -1,9 +1,10 @@
 """`billfish serve` and `billfish bench serve`: arguments in, one call. Nothing is computed here."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +12,12 @@ from billfish import cli_bench, show, show_bench
 from billfish.errors import UserError
 
 INSTALL = "pip install 'billfish[serve]'"
+
+
+def need_server() -> None:
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {' and '.join(missing)}: {INSTALL}")
 
 
 class Kv(StrEnum):
@@ -43,9 +50,7 @@ def serve(
     ] = None,
 ) -> None:
     """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"serving needs {' and '.join(missing)}: {INSTALL}")
+    need_server()
     from billfish.engine.llm import LLM
     from billfish.server.run import Settings, bind, run
 
@@ -69,7 +74,20 @@ def serve(
     "serve", epilog="Example: billfish bench serve http://127.0.0.1:8000 --rate 1,2,4 --plot s.png"
 )
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="The server's address.")],
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A server's address; or a checkpoint, which gets servers of its own."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Servers of random weights in the shape of a model: llama3-8b."),
+    ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(help="Of own servers, a list: fp16+kv16,w4a16+kv4; or stored+kv4."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Of own servers.")] = 64,
+    device: Annotated[str, typer.Option(help="Of own servers: auto, cpu or cuda.")] = "auto",
     rate: Annotated[
         str, typer.Option(help="Requests a second, a list; inf: all at once.")
     ] = "1,2,4",
@@ -95,21 +113,51 @@ def bench_serve(
     from billfish.bench.plot import need_matplotlib
     from billfish.bench.serve import Load, measure, parse_range, parse_rates
 
+    if (target is None) == (config is None):
+        raise UserError(
+            "say what is measured: a server's address, a checkpoint directory, or --config with a "
+            "model's name."
+        )
+    url = target if target is not None and "://" in target else None
+    if url is not None and variants is not None:
+        raise UserError("--variants are of own servers: drop it, or give a checkpoint or --config.")
     load = Load(
-        url, parse_rates(rate), requests, parse_range("--input", input_),
+        url or "http://127.0.0.1", parse_rates(rate), requests, parse_range("--input", input_),
         parse_range("--output", output), model, api_key, seed,
     )  # fmt: skip
     if plot is not None:
         need_matplotlib()
     cli_bench.need_directory(json_)
     cli_bench.need_directory(plot, "--plot")
+    keep = cli_bench.keeper(json_)
     with show.status() as say:
-        result = measure(load, say, cli_bench.keeper(json_))
+        if url is not None:
+            result = measure(load, say, keep)
+        else:
+            result = _own(load, config or target or "", config is not None, variants,
+                          max_num_seqs, device, say, keep)  # fmt: skip
     show_bench.served(result)
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
     if plot is not None:
         plot_serve.draw(result, plot)
         show.out.print(f"drawn: {plot}", markup=False)
-    if not any(point["completed"] for point in result["points"]):
+    servers = result.get("servers", [result])
+    if not any(point["completed"] for server in servers for point in server["points"]):
         raise typer.Exit(1)  # every point has said why
+
+
+def _own(
+    load: Any, model: str, random: bool, variants: str | None, sequences: int, device: str,
+    say: Callable[[str], None], keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:  # fmt: skip
+    need_server()
+    from billfish.bench import own_server
+    from billfish.bench import variants as asked
+
+    wanted = asked.parse_variants(variants or asked.usual(random, asked.device_of(device)))
+    request = asked.Request(model=model, random=random, variants=wanted)
+    if sequences < 1:
+        raise UserError(f"--max-num-seqs {sequences}: at least 1.")
+    tokens = load.input[1] + load.output[1]
+    return own_server.measure(own_server.Own(request, device, tokens, sequences), load, say, keep)

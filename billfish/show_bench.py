@@ -77,6 +77,19 @@ def generated(result: Result) -> None:
 
 
 def served(result: Result) -> None:
+    for server in result.get("servers", ()):
+        alone = server["alone"]
+        lines([
+            ("\nvariant", f"{result['model']}, {server['variant']}, {server['card']['name']}"),
+            ("alone", f"{alone['http_tokens_per_s']:.1f} tokens/s over HTTP, the engine's own "
+             f"stream {alone['engine_tokens_per_s']:.1f}: {alone['ratio']:.3f}"),
+        ])  # fmt: skip
+        _served(server)
+    if "servers" not in result:
+        _served(result)
+
+
+def _served(result: Result) -> None:
     told = result["settings"]
     lengths = ["-".join(map(str, dict.fromkeys(told[name]))) for name in ("input", "output")]
     lines([

@@ -128,7 +128,7 @@ class Run:
     def _variant(self, variant: Variant, into: Result) -> None:
         request = self.request
         started = time.perf_counter()
-        model, tokenizer = self._load(variant)
+        model, tokenizer = self.load(variant)
         # Now: a decoder may join linears, and then one of them holds the words of all.
         held, read = random_model.held_bytes(model), random_model.read_bytes(model)
         token = FORMATS[variant.kv].bytes_a_token(*self._kv_shape(), model.dtype)
@@ -174,7 +174,7 @@ class Run:
                 into["points"].sort(key=lambda point: int(point["batch"]))
                 self._keep()
 
-    def _load(self, variant: Variant) -> tuple[Any, Any]:
+    def load(self, variant: Variant) -> tuple[Any, Any]:
         self.say(f"{variant}: loading")
         if not self.request.random:
             return load(self.request.model, DENSE.get(self.request.dtype or "", "auto"),

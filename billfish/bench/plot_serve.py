@@ -2,6 +2,7 @@
 in figure 14 of the MARLIN paper, and time to the first token beside it.
 """
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +22,37 @@ def draw(result: Result, path: Path) -> None:
 
 
 def figure(result: Result) -> "Figure":
+    """Percentiles of one server; of several the median of each."""
     from matplotlib.figure import Figure
 
-    told = result["settings"]
+    servers = result.get("servers", [result])
+    told = servers[0]["settings"]
     made = Figure(figsize=(11, 4.8), layout="constrained")
+    name = told["model"] if len(servers) == 1 else f"{result['model']}, medians"
     made.suptitle(
-        f"{told['model']}, {_range(told['input'])} tokens in, {_range(told['output'])} out, "
-        f"{told['requests']} requests a point, {result['date'][:10]}",
+        f"{name}, {_range(told['input'])} tokens in, {_range(told['output'])} out, "
+        f"{told['requests']} requests a point, {servers[0]['date'][:10]}",
         fontsize=13,
         color=INK,
     )
-    names = [str(point["rate"]) for point in result["points"]]
-    places = list(range(len(names))) if "inf" in names else [p["rate"] for p in result["points"]]
+    rates = [point["rate"] for point in servers[0]["points"]]
+    places = list(range(len(rates))) if "inf" in rates else rates
+    lines: list[tuple[Result, str, str, str, str]]
+    if len(servers) > 1:
+        kinds = zip(servers, itertools.cycle("os^vD"), strict=False)
+        lines = [(server, "p50", server["variant"], "-", marker) for server, marker in kinds]
+    else:
+        lines = [(servers[0], part, *style) for part, style in LINES.items()]
     for axes, (key, title) in zip(made.subplots(1, 2), PANELS.items(), strict=True):
-        for colour, (name, (label, style, marker)) in zip(COLOURS, LINES.items(), strict=False):
-            there = [(at, point[key][name]) for at, point in zip(places, result["points"],
-                     strict=True) if point[key]]  # fmt: skip
+        for colour, line in zip(itertools.cycle(COLOURS), lines, strict=False):
+            server, part, label, style, marker = line
+            there = [(at, point[key][part]) for at, point in zip(places, server["points"],
+                     strict=False) if point[key]]  # fmt: skip
             axes.plot(
                 [at for at, _ in there], [value for _, value in there], label=label, color=colour,
                 linestyle=style, marker=marker, linewidth=1.8,
             )  # fmt: skip
-        axes.set_xticks(places, names)
+        axes.set_xticks(places, list(map(str, rates)))
         axes.set_xlabel("requests a second")
         axes.set_ylabel(title)
         axes.set_ylim(bottom=0)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from billfish.bench.kernels import random_tensors
 from billfish.bench.shapes import SETS, Linear
@@ -70,6 +71,17 @@ class Silent:
 
     def decode(self, tokens: Any, **_: Any) -> str:
         return ""
+
+
+def numbered(vocabulary: int) -> Any:
+    """A tokenizer where text must come out, as over HTTP: a token for each character of ASCII, and
+    the others read as their number."""
+    names = [chr(i) for i in range(min(128, vocabulary))]
+    names += [f" {i}" for i in range(len(names), vocabulary)]
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")  # type: ignore[no-untyped-call]
 
 
 def config_of(given: str) -> Any:

@@ -1,6 +1,7 @@
 """`bench serve` against our server: counts, times by definition, what is wrong, the picture."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -43,6 +44,40 @@ def test_a_run(server, tmp_path):
         assert all(0 < told["p50"] <= told["p90"] <= told["p99"] for told in times)
         assert point["ttft_ms"]["p99"] <= point["e2e_ms"]["p99"]
         assert 4 * 12 <= point["output_tokens_per_s"] * point["duration_s"] <= 9 * 12 + 0.1
+
+
+def test_servers_of_its_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    config, target, picture = (tmp_path / name for name in ("config.json", "s.json", "s.png"))
+    config.write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }))  # fmt: skip
+    options = f"--config {config} --variants fp32+kv16,fp32+kv8 --device cpu --rate 40 --requests 6"
+    lengths = f"--input 8 --output 8 --json {target} --plot {picture}"
+    found = CliRunner().invoke(app, ["bench", "serve", *options.split(), *lengths.split()])
+    assert found.exit_code == 0, found.output
+    assert "over HTTP" in found.output and picture.stat().st_size > 10_000
+    result = json.loads(target.read_text())
+    assert result["complete"] and len(result["servers"]) == 2
+    for server, variant in zip(result["servers"], ("fp32+kv16", "fp32+kv8"), strict=True):
+        alone = server["alone"]
+        assert server["variant"] == variant and server["complete"]
+        assert alone["engine_tokens_per_s"] > alone["http_tokens_per_s"] / 2 > 0
+        assert server["points"][0]["completed"] == 6
+
+
+def test_a_server_of_its_own_that_cannot_load(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for arguments, told in (
+        ([str(tmp_path), "--variants", "stored+kv16"], "stored\\+kv16"),
+        (["--config", "llama9"], "llama9"),
+        ([], "say what is measured"),
+        (["http://127.0.0.1:9", "--variants", "fp16+kv16"], "drop it"),
+    ):
+        found = CliRunner().invoke(app, ["bench", "serve", *arguments, "--device", "cpu"])
+        assert isinstance(found.exception, UserError) and re.search(told, str(found.exception))
 
 
 def test_failures_are_counted_and_named(server):
