@@ -119,6 +119,7 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
                      max_model_len=max(own.tokens, sum(ALONE)), prefix_caching=False)  # fmt: skip
         settings = Settings(str(variant), port=0)
         bound = bind(settings)
+        bound.listen()  # whoever comes before the server is up waits
         speeds = [asyncio.run(_streamed(llm)) for _ in range(ROUNDS)]
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         ready: Any = Ready(url, model_run.facts, statistics.median(speeds))
