@@ -25,6 +25,7 @@ TURN_BYTES = 8 * 16 * 48
 FLAGS = 8  # of a block: a warp that multiplies has one
 MOST_INVARIANT = 1024  # tokens at once, which bounds the memory that parts of tiles meet in
 EVEN = 0.9  # of the blocks that fit: few enough more to keep tiles in equal parts
+OVERRULES = 0.9  # of a measured neighbour's time: below it the model is trusted more
 LEAST_STRIPE = 4  # tiles of 128 inputs, below which meeting costs more than it spares
 
 # Of (tokens, bands): us that a block needs for 128 inputs when it is alone on its SM; two need
@@ -115,14 +116,18 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
 
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     """Measured, or by the model. Some cut always fits: a Hopper SM has room for the largest."""
+    fit = [how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu))]
+    best = min(fit, key=lambda how: model_us(how, k_tiles, gpu))
     measured = table().get((gpu.name, n, k_tiles), {})
     nearest = min((known for known in measured if known >= m), default=None)
-    if nearest is not None and nearest < 2 * m:
-        found = launch(measured[nearest], m, n, k_tiles, record_bytes, gpu)
-        if found is not None:
-            return found
-    fit = (launch(cut, m, n, k_tiles, record_bytes, gpu) for cut in cuts())
-    return min((how for how in fit if how), key=lambda how: model_us(how, k_tiles, gpu))
+    if nearest is None or nearest >= 2 * m:
+        return best
+    found = launch(measured[nearest], m, n, k_tiles, record_bytes, gpu)
+    # What is best for 512 tokens may give 272 of them tiles that are half empty.
+    wasteful = nearest > m and found is not None and (
+        model_us(best, k_tiles, gpu) < OVERRULES * model_us(found, k_tiles, gpu)
+    )  # fmt: skip
+    return best if found is None or wasteful else found
 
 
 def pick_invariant(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
