@@ -5,8 +5,8 @@
 
 A step mixes prompts and decodes under a budget of tokens. Whatever goes wrong in a step ends the
 requests that were in it, never the engine. Where the device works by itself (a GPU), text is
-written while it does, and greedy texts run ahead: the next step begins before the tokens of this
-one are here, and what it computes for a text that turns out to have ended is dropped.
+written while it does, and texts run ahead: the next step begins before the tokens of this one are
+here, and what it computes for a text that turns out to have ended is dropped.
 """
 
 import itertools
@@ -146,11 +146,7 @@ class Engine:
             self.scheduler.ran(pieces)
             going = self._going(pieces)
             news += self._end_scored(pieces)
-            if (
-                decoded is not None
-                and decoded.found is not None
-                and all(_is_plain(run) for run, _ in going)
-            ):
+            if decoded is not None and decoded.found is not None:
                 rows = [(run, row, len(run.sequence.output)) for run, row in going]
                 self._flying = _Flying(decoded, rows)
                 return _once(run.request for run in news)
@@ -177,6 +173,8 @@ class Engine:
             piece.count == 1 and piece.samples and run.params.prompt_logprobs is None
             for piece, run in zip(pieces, runs, strict=True)
         ):
+            if self.runner.asynchronous and all(map(_is_plain, runs)):
+                return self.runner.decode(pieces, [run.chooser.rule() for run in runs])
             return self.runner.decode(pieces)
         hidden = self.runner.hidden(pieces)
         starts = list(itertools.accumulate((piece.count for piece in pieces[:-1]), initial=0))
@@ -227,7 +225,7 @@ class Engine:
     def _land(self, flying: _Flying) -> list[_Run]:
         """Takes the tokens of a decode; the runs that have ended by them."""
         try:
-            tokens, peaks = flying.decoded.best()
+            tokens, peaks = flying.decoded.drawn()
         except Exception as error:
             for run, _, _ in flying.rows:
                 if run.completion.finish_reason is None:
@@ -335,8 +333,8 @@ class Engine:
 
 
 def _is_plain(run: _Run) -> bool:
-    """Its next token is the best one, whatever it is, and nobody asks for more."""
-    return run.chooser.greedy and not run.chooser.edits and run.params.logprobs is None
+    """Its next token follows from the logits and its own number, and nobody asks for more."""
+    return not run.chooser.edits and run.params.logprobs is None
 
 
 def _once(requests: Any) -> list[RequestOutput]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from billfish.engine.cut import BLOCKS, MOST, Cut
 from billfish.engine.pool import POOLS, Pool
+from billfish.engine.runner import Rules
+from billfish.engine.sampling import RULE
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
@@ -70,7 +72,8 @@ def rows_of(
 class Tables:
     """One int32 buffer on the card, and the same on the host:
 
-    [tokens][positions][slots][count of chunks, where their rows are: a pair a window][rows][pages]
+    [tokens][positions][slots][count of chunks, where their rows are: a pair a window]
+    [how each row draws][rows of chunks][pages]
 
     It goes to the card through pinned memory, by two places in turn: when one is filled again, the
     copy from it has long been made, since the decode that it was for has been read.
@@ -87,6 +90,7 @@ class Tables:
         self.sequences, self.kinds, self.cut = sequences, list(dict.fromkeys(windows)), cut
         widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
         widths["heads"] = len(self.kinds) * ROW
+        widths["rules"] = sequences * RULE
         self._fixed = sum(widths.values())
         rows = len(self.kinds) * cut.most_chunks(sequences) * ROW
         self.most_pages = math.ceil(most_tokens / PAGE)  # of a sequence
@@ -106,9 +110,12 @@ class Tables:
         self._last: list[tuple[Sequence, int, int]] = []
         self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
 
-    def fill(self, pieces: Many[Piece], rows: int) -> None:
-        """One token of each piece; what is left of `rows` is padding."""
+    def fill(self, pieces: Many[Piece], rows: int, rules: Rules | None = None) -> None:
+        """One token of each piece; what is left of `rows` is padding. Without rules the best."""
         count, numbers = len(pieces), self._numbers
+        numbers["rules"][: rows * RULE] = 0
+        if rules:
+            numbers["rules"][: count * RULE] = np.concatenate(rules)
         numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
         if not self._advance(pieces, rows):
             self._build(pieces, rows)

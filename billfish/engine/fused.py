@@ -26,6 +26,7 @@ NORM_THREADS, NORM_CHUNKS = 1024, 2
 MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
+DRAW_THREADS = 1024
 TURNED_GROUP = 16  # query heads of a kv head
 TURNED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
 GATHER_SLOTS = 8
@@ -38,7 +39,7 @@ def programs(dtype: torch.dtype, kind: str, head_dim: int, turned: bool) -> tupl
         Program(HERE / "small.cuh", f"billfish::rms_norm<{number}>"),
         Program(HERE / "small.cuh", f"billfish::swiglu<{number}>"),
         Program(HERE / "small.cuh", "billfish::embed"),
-        Program(HERE / "small.cuh", f"billfish::best_of<{number}>"),
+        Program(HERE / "draw.cuh", f"billfish::draw<{number}>"),
         Program(HERE / "store.cuh", f"billfish::rope_store<{record}, {str(turned).lower()}>"),
         Program(HERE / "store.cuh", f"billfish::gather<{record}>"),
     )
@@ -66,7 +67,7 @@ class Fused:
         if turn is not None and self.group > TURNED_GROUP:
             raise ValueError(f"{self.group} query heads for a kv head, turned")
         self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
-        self._norm, self._swiglu, self._embed, self._best, self._store, self._gather = (
+        self._norm, self._swiglu, self._embed, self._draw, self._store, self._gather = (
             _kernel(program).load(device)
             for program in programs(dtype, pool.name, shape.head_dim, turn is not None)
         )
@@ -101,10 +102,12 @@ class Fused:
         threads = min(-(-width // CHUNK // 32) * 32, NORM_THREADS)
         self._embed.launch(len(tokens), threads, args, pdl=True)
 
-    def best(self, logits: Tensor, found: Tensor) -> None:
-        """(rows, vocabulary) -> each row's best token and its logit's bits, (rows, 2) int32."""
-        args = (logits.data_ptr(), found.data_ptr(), logits.shape[1])
-        self._best.launch(len(logits), NORM_THREADS, args, pdl=True)
+    def draw(self, logits: Tensor, rules: Tensor, found: Tensor) -> None:
+        """(rows, vocabulary) -> each row's next token by its rule (rows, 8), as Chooser.rule has
+        it, and the best one's logit's bits: (rows, 2) int32."""
+        assert rules.dtype == found.dtype == torch.int32 and rules.is_contiguous()
+        args = (logits.data_ptr(), rules.data_ptr(), found.data_ptr(), logits.shape[1])
+        self._draw.launch(len(logits), DRAW_THREADS, args, pdl=True)
 
     def norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor

@@ -19,7 +19,7 @@ from billfish.engine.cut import Cut
 from billfish.engine.decode import PAGE, DecodeAttention, Tables
 from billfish.engine.fused import Fused
 from billfish.engine.pool import POOLS, Pool
-from billfish.engine.runner import Decoded
+from billfish.engine.runner import Decoded, Rules
 from billfish.engine.scheduler import Piece
 from billfish.engine.turn import Turn
 from billfish.kernels import jit
@@ -83,8 +83,8 @@ class GpuRunner:
         self.tables = Tables(most_sequences, most_tokens, shape.windows, cut, device)
         self.attention = DecodeAttention(shape, dtype, pool, self.tables)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # The best token of each row and its logit's bits; read by the next decode, and by the host
-        # from two places in turn: one is read while the other is written.
+        # The next token of each row and the best one's logit; read by the next decode, and by the
+        # host from two places in turn: one is read while the other is written.
         self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
@@ -92,16 +92,18 @@ class GpuRunner:
         if graphs:
             self._capture(buckets(most_sequences))
 
-    def decode(self, pieces: Many[Piece]) -> Decoded:
+    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
         """One token of each piece, and what follows it."""
         count = len(pieces)
         rows = next((size for size in sorted(self.graphs) if size >= count), count)
-        self.tables.fill(pieces, rows)
+        self.tables.fill(pieces, rows, rules)
         if rows in self.graphs:
             graph, logits = self.graphs[rows]
             graph.replay()
         else:
             logits = self._step(rows)
+        if rules is None:
+            return Decoded(logits[:count])
         place, landed = next(self._landings)
         place[:count].copy_(self.found[:count], non_blocking=True)
         landed.record()
@@ -135,7 +137,7 @@ class GpuRunner:
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
         hidden = self._forward(tokens, positions, slots, self.attention)
         logits: Tensor = self.decoder.head(hidden)
-        self.fused.best(logits, self.found)
+        self.fused.draw(logits, columns["rules"], self.found)
         return logits
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:

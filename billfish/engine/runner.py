@@ -4,7 +4,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.engine.attention import Batch, PagedAttention
@@ -12,38 +14,38 @@ from billfish.engine.cache import Cache
 from billfish.engine.scheduler import Piece
 from billfish.models.decoder import Decoder
 
+Rules = list[NDArray[np.int32]]  # one a row: Chooser.rule
+
 
 @dataclass(frozen=True)
 class Decoded:
     """One token a row; perhaps still under way."""
 
     logits: Tensor  # (rows, vocabulary), until the next call of the runner
-    # Of an asynchronous runner: (rows, 2) int32 in memory of the host, the best token and its
+    # If rules were given: (rows, 2) int32 in memory of the host, the next token and the best one's
     # logit's bits, once `landed` has happened. Good until the next call but one.
     found: Tensor | None = None
     landed: torch.Event | None = None
 
-    def best(self) -> tuple[list[int], list[float]]:
-        """Each row's best token and its logit; waits for them."""
-        if self.found is None or self.landed is None:
-            peaks, tokens = self.logits.max(dim=-1)
-            return tokens.tolist(), peaks.tolist()
+    def drawn(self) -> tuple[list[int], list[float]]:
+        """Each row's next token, and its best logit; waits for them."""
+        assert self.found is not None and self.landed is not None
         self.landed.synchronize()
         return self.found[:, 0].tolist(), self.found[:, 1].view(torch.float32).tolist()
 
 
 class Runner(Protocol):
     decoder: Decoder
-    # Whether a call returns before its work is done. A decode may then take tokens that are not
-    # known yet: -1 - i is the best token of row i of the decode before.
+    # Whether a call returns before its work is done. A decode may then draw by rules, and take
+    # tokens that are not known yet: -1 - i is what was drawn for row i of the decode before.
     asynchronous: bool
 
     def hidden(self, pieces: Many[Piece]) -> Tensor:
         """(tokens, hidden) of all pieces, one after the other; K and V of them are in pages."""
         ...
 
-    def decode(self, pieces: Many[Piece]) -> Decoded:
-        """The same where each is one token, and what may follow it."""
+    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+        """The same where each is one token, and what may follow it; with rules, what does."""
         ...
 
 
@@ -86,5 +88,6 @@ class TorchRunner:
         )
 
     @torch.inference_mode()
-    def decode(self, pieces: Many[Piece]) -> Decoded:
+    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+        assert rules is None
         return Decoded(self.decoder.logits(self.hidden(pieces)))

@@ -29,6 +29,7 @@ GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
 # Nearly every nucleus fits; picking this many of 150,000 takes a third of the time of sorting all.
 NUCLEUS = 1024
 BLOCK = 512  # tokens that are summed together before a draw
+RULE = 8  # numbers that tell a GPU how to draw
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,18 @@ class Chooser:
     def uniform(self) -> float:
         """The stream's next number in [0, 1). 52 bits: any fp64 sum times it is below that sum."""
         return int(self._stream.random_raw() >> 12) * 2.0**-52
+
+    def rule(self) -> NDArray[np.int32]:
+        """How draw.cuh is to draw the next token (its Rule), from the stream's next number."""
+        rule, p = np.zeros(RULE, np.int32), self.params
+        if not self.greedy:
+            numbers = rule.view(np.float32)
+            numbers[0] = math.log2(math.e) / p.temperature
+            numbers[1] = -math.log2(p.min_p) if p.min_p > 0 else math.inf
+            rule[2] = p.top_k if 0 < p.top_k < self.vocabulary else 0
+            numbers[3] = p.top_p
+            rule[4:6] = np.array([self._stream.random_raw() >> 12], np.uint64).view(np.int32)
+        return rule
 
     def changes(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Token ids (count,), and (3, count) fp32: added first, repetition penalty, taken off."""

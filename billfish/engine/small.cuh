@@ -122,47 +122,4 @@ embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint
         out[static_cast<u64>(blockIdx.x) * chunks + i] = table[token * chunks + i];
 }
 
-// found (rows, 2) = the largest number of a row: where it is first, and its bits as fp32. What
-// sampling needs first, and all of it for a greedy text; torch's reduction takes 40 us for a row of
-// 128256. A NaN counts as largest, so that it is seen. Block: a row.
-template <class T>
-__global__ void __launch_bounds__(kNormThreads)
-best_of(const u16* logits, u32* found, int width) {
-#if __CUDA_ARCH__ >= 900
-    launch_dependents();
-    dependency_wait();
-#endif
-    const u16* const row = logits + static_cast<u64>(blockIdx.x) * width;
-    float best = __uint_as_float(0xff800000u);
-    int at = 0x7fffffff;
-    const auto take = [&](float v, int i) {
-        const bool nan = v != v, had = best != best;
-        if (nan ? !had || i < at : !had && (v > best || (v == best && i < at))) best = v, at = i;
-    };
-    const int chunks = width % 8 ? 0 : width / 8;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < chunks; i += blockDim.x) {
-        const uint4 v = reinterpret_cast<const uint4*>(row)[i];
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            take(T::to_float(words[j / 2] >> j % 2 * 16 & 0xffff), 8 * i + j);
-    }
-    for (int i = chunks * 8 + threadIdx.x; i < width; i += blockDim.x) take(T::to_float(row[i]), i);
-    __shared__ float bests[kNormThreads / 32];
-    __shared__ int places[kNormThreads / 32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-        const float v = shuffle_xor(best, mask);
-        take(v, static_cast<int>(shuffle_xor(static_cast<u32>(at), mask)));
-    }
-    if (lane == 0) bests[warp] = best, places[warp] = at;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) take(bests[i], places[i]);
-    found[2 * blockIdx.x] = at < width ? at : 0;
-    found[2 * blockIdx.x + 1] = float_bits(best);
-}
-
 }  // namespace billfish

@@ -3,12 +3,31 @@ runner that hides them as a GPU would."""
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tiny import write_checkpoint
 
 from billfish import LLM, SamplingParams
 from billfish.engine.runner import Decoded, TorchRunner
+
+
+def drawn(logits, rule):
+    """What a Rule means, in fp64 and in plain words."""
+    heat, deepest, _, top_p = map(float, rule.view(np.float32)[:4])
+    x = logits.double().numpy()
+    depth = (x.max() - x) * heat
+    if heat == 0:
+        return int(x.argmax())
+    order = np.lexsort((np.arange(len(x)), depth))  # the best first, of equals the lowest id
+    order = order[depth[order] <= deepest][: int(rule[2]) or None]
+    sums = np.cumsum(2 ** -depth[order])
+    if top_p < 1:
+        order = order[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
+    order.sort()
+    sums = np.cumsum(2 ** -depth[order])
+    number = int(rule[4:6].view(np.uint64)[0]) / 2**52
+    return int(order[np.searchsorted(sums, number * sums[-1], side="right")])
 
 
 class Ahead(TorchRunner):
@@ -25,10 +44,12 @@ class Ahead(TorchRunner):
         self.promised += sum(token < 0 for token in given)
         return [token if token >= 0 else int(self.found[-1 - token, 0]) for token in given]
 
-    def decode(self, pieces):
+    def decode(self, pieces, rules=None):
         logits = super().decode(pieces).logits
-        peaks, best = logits.max(dim=-1)
-        self.found = torch.stack((best.int(), peaks.float().view(torch.int32)), 1)
+        if rules is None:
+            return Decoded(logits)
+        tokens = torch.tensor(list(map(drawn, logits, rules)), dtype=torch.int32)
+        self.found = torch.stack((tokens, logits.amax(-1).view(torch.int32)), 1)
 
         class Now:
             def synchronize(self):
@@ -58,8 +79,12 @@ def requests(count, seed, plain):
             prompt,
             SamplingParams(
                 max_tokens=draw.randint(1, 60),
-                temperature=0 if plain else draw.choice((0, 0, 0, 0.8)),
-                seed=7,
+                temperature=draw.choice((0, 0.8, 1.3)),
+                top_p=draw.choice((1, 0.7)),
+                top_k=draw.choice((0, 0, 5)),
+                min_p=draw.choice((0, 0, 0.1)),
+                seed=draw.randrange(2**40),
+                presence_penalty=0 if plain else draw.choice((0, 0, 0, 0.5)),
                 stop=draw.choice(((), (), ("a",), ("bc", "\x0b"))),
                 stop_token_ids=draw.choice(((), (5, 17))),
                 logprobs=None if plain else draw.choice((None, None, None, 2)),
@@ -119,9 +144,9 @@ def test_a_bad_row_ends_its_request_alone(path):
         engine, runner = made.engine, made.engine.runner
         inner, calls = runner.decode, []
 
-        def spoilt(pieces):
+        def spoilt(pieces, rules=None):
             calls.append(len(pieces))
-            decoded = inner(pieces)
+            decoded = inner(pieces, rules)
             if len(calls) == 5:
                 decoded.found[1, 1] = torch.tensor(float("nan")).view(torch.int32)
             return decoded

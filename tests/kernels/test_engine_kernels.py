@@ -1,4 +1,4 @@
-"""small.cuh and store.cuh on the emulated GPU, launched by Fused itself on the CPU's tensors.
+"""small.cuh, draw.cuh and store.cuh on the emulated GPU, launched by Fused on the CPU's tensors.
 
 The kernels' own text is compiled by g++ into a library (emulator/engine.cpp); a stand-in for
 launch.Loaded calls it with the arguments that a GPU would get. Then the same text for real GPUs.
@@ -22,7 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import billfish
 from billfish.engine import fused
 from billfish.engine.cache import Room
+from billfish.engine.params import SamplingParams
 from billfish.engine.pool import POOLS
+from billfish.engine.sampling import RULE, Chooser, choose
 from billfish.models.decoder import Shape, _rotate
 
 HERE = Path(__file__).parent / "emulator"
@@ -204,9 +206,42 @@ def test_swiglu(on_cpu, dtype):
         assert nearly(out[:3], wanted, 0.002)
 
 
+DRAWS = [
+    {}, {"temperature": 0.1}, {"temperature": 3.0}, {"min_p": 0.05}, {"top_k": 1}, {"top_k": 40},
+    {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-6}, {"top_k": 30, "top_p": 0.5},
+    {"top_k": 7, "top_p": 0.95, "min_p": 0.02}, {"top_p": 0.999, "temperature": 2.0},
+    {"top_k": 10**6}, {"temperature": 1e-4},
+]  # fmt: skip
+
+
 @emulator
 @every_dtype
-def test_embed_and_best(on_cpu, dtype):
+@pytest.mark.parametrize("width", [1000, 1003, 9000])
+def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
+    run = Case("kv16", 64, dtype).fused
+    source = torch.Generator().manual_seed(width)
+    logits = (3 * torch.randn(2 * len(DRAWS), width, generator=source)).to(dtype)
+    logits[::2] = logits[::2].round()  # many equals, also where top_k and top_p end
+    logits[:, 5::9] = -torch.inf
+    logits[:, 7] = -0.0
+
+    def choosers(seed):
+        rules = (SamplingParams(**{"temperature": 1.0, **DRAWS[i // 2], "seed": 100 * seed + i})
+                 for i in range(len(logits)))  # fmt: skip
+        return [Chooser(rule, [], width, frozenset()) for rule in rules]
+
+    for seed in range(4):
+        found = torch.zeros(len(logits), 2, dtype=torch.int32)
+        rules = torch.from_numpy(numpy.stack([chooser.rule() for chooser in choosers(seed)]))
+        run.draw(logits, rules, found)
+        wanted = [one.token for one in choose(logits.float(), choosers(seed))]
+        assert found[:, 0].tolist() == wanted
+        assert torch.equal(found[:, 1].view(torch.float32), logits.float().amax(-1))
+
+
+@emulator
+@every_dtype
+def test_embed_and_the_best_token(on_cpu, dtype):
     run = Case("kv16", 64, dtype).fused
     for width in (1000, 1003, 40_000):
         logits = torch.randn(5, width).to(dtype)
@@ -214,7 +249,7 @@ def test_embed_and_best(on_cpu, dtype):
         logits[2, width - 1] = torch.nan
         logits[3] = -torch.inf
         found = torch.zeros(6, 2, dtype=torch.int32)
-        run.best(logits, found)
+        run.draw(logits, torch.zeros(5, RULE, dtype=torch.int32), found)
         peaks, best = logits.max(dim=-1)
         assert found[:5, 0].tolist() == best.tolist()
         told = found[:5, 1].view(torch.float32)

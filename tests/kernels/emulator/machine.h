@@ -37,6 +37,7 @@ inline thread_local Dim threadIdx, blockIdx, gridDim;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 
 inline void demand(bool right, const char* what) {

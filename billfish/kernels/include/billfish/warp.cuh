@@ -91,6 +91,9 @@ BILLFISH_DEVICE u32 add_release(u32* pointer, u32 value) {
 }
 BILLFISH_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+BILLFISH_DEVICE void add_shared(u32* pointer, u32 value) { atomicAdd(pointer, value); }
+BILLFISH_DEVICE void add_shared(u64* pointer, u64 value) { atomicAdd(pointer, value); }
+
 BILLFISH_DEVICE void store_smem_bits_16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y),
                  "r"(v.z), "r"(v.w) : "memory");

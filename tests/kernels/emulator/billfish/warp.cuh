@@ -56,6 +56,9 @@ inline float reciprocal_fast(float x) { return 1 / x; }
 inline float rsqrt_fast(float x) { return 1 / sqrtf(x); }
 inline u32 add_release(u32* p, u32 v) { yield(); const u32 before = *p; *p += v; return before; }
 inline void fence_gpu() { yield(); }
+inline void add_shared(u32* p, u32 v) { *p += v; }
+inline void add_shared(u64* p, u64 v) { *p += v; }
+inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 inline void store_smem_bits_16(u32 a, uint4 v) { write(smem_at(a, 16), &v, 16); }
 inline float4 load_smem_floats(u32 a) { return read<float4>(a); }
 
