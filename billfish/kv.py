@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from billfish.calibration import calibration
 from billfish.engine.cache import ChannelRange
 from billfish.engine.calibrated import KV_FILE
-from billfish.engine.turn import TOKENS, Moments, Turn, positions_up_to
+from billfish.engine.turn import TOKENS, calibrate
 from billfish.models.checkpoint import write_atomically, write_manifest
 from billfish.models.decoder import Decoder
 from billfish.models.load import load
@@ -29,17 +28,10 @@ def calibrate_kv(path: Path, data: str, seed: int, device: str = "cpu") -> dict[
     decoder = Decoder.of(model)
     shape = decoder.shape
     given = calibration(data, tokenizer, SAMPLES, min(TOKENS, shape.context), seed)
-    moments = [Moments(shape, decoder.device) for _ in range(shape.layers)]
     ranges = ChannelRange.empty(shape.layers, shape.kv_heads, shape.head_dim, decoder.device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ranges.update(layer, k, v)
-        return moments[layer].attend(q, k, v)
-
-    for number, text in enumerate(given.sequences):
-        places = positions_up_to(len(text), shape, number).to(decoder.device)
-        decoder.forward(text.to(decoder.device), places, attend)
-    tensors = {**Turn.of(moments).tensors(), **ranges.tensors()}
+    texts = [text.tolist() for text in given.sequences]
+    turn = calibrate(decoder, texts, shape.context, ranges.update)
+    tensors = {**turn.tensors(), **ranges.tensors()}
     kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(path / KV_FILE, lambda place: save_file(kept, place))
     write_manifest(path)

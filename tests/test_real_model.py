@@ -78,7 +78,7 @@ def test_kv4_keeps_the_model_good(packed, sample_ids):
         with LLM(packed["gptq"], kv=kv, max_model_len=513) as llm:
             scores = llm.score([sample_ids[i : i + 512] for i in (0, 512)])
         loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
-    assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.05  # LOG says what is lost
+    assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03  # LOG says what is lost
 
 
 def test_a_needle_in_4k_tokens_is_found_in_four_bits(original, sample_ids):

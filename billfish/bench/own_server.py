@@ -22,6 +22,7 @@ from billfish.bench.variants import Request, Variant, device_of
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError
+from billfish.server.run import Settings, bind, run
 
 ALONE, ROUNDS = (64, 256), 5  # tokens in and out of the single text, and how often it is written
 SECONDS = 600  # to load and to compile
@@ -107,8 +108,6 @@ def serving(own: Own, variant: Variant) -> Iterator[Ready]:
 
 
 def _host(there: Connection, own: Own, variant: Variant) -> None:
-    from billfish.server.run import Settings, bind, run
-
     try:
         model_run = Run(own.request, device_of(own.device))
         model, tokenizer = model_run.load(variant)

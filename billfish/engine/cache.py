@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from billfish.engine.turn import Turn
+from billfish.engine.turn import Turn, blocks
 from billfish.errors import UserError
 
 
@@ -138,9 +138,12 @@ class _PerToken:
         low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
         low = low.to(self.dtype)
         step = _round_up((high - low.float()) / ((1 << self.bits) - 1), self.dtype)
-        codes = _encode(numbers, step.float(), low.float(), self.bits)
+        codes = _encode(numbers, step.float(), low.float(), self.bits, self._carry(layer))
         _put(self.codes[layer], slots, _pack(codes, self.bits))
         _put(self.grids[layer], slots, torch.cat((step, low), -1))
+
+    def _carry(self, layer: int) -> Tensor | None:  # as _encode takes it
+        return None
 
     def read(self, layer: int, pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
         codes = _unpack(_gather(self.codes[layer], pages, count), self.bits)
@@ -177,14 +180,17 @@ class Kv4Plain(_PerToken):
 
 class Kv4(Kv4Plain):
     """K is turned before it is coded (turn.py), and `read` gives it as it is coded: queries are
-    turned to meet it. V is coded as it comes: to turn it as well brought nothing. Without a turn K
-    comes as it is, too; whoever makes the cache sets one."""
+    turned to meet it; what rounding does to some of its channels later ones make good in part. V is
+    coded as it comes. Without a turn K comes as it is, too; whoever makes the cache sets one."""
 
     name: ClassVar[str] = "kv4"
     turn: Turn | None = None
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         super().write(layer, slots, k if self.turn is None else self.turn.keys(layer, k), v)
+
+    def _carry(self, layer: int) -> Tensor | None:
+        return None if self.turn is None else self.turn.carry[layer]
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
         return q if self.turn is None else self.turn.queries(layer, q)
@@ -331,11 +337,28 @@ def _round_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return (rounded.view(integer) + short.to(integer)).view(dtype)
 
 
-def _encode(numbers: Tensor, step: Tensor, low: Tensor, bits: int) -> Tensor:
-    """Nearest codes, uint8; `numbers` (fp32) is used up. NaN, and 0 / 0 of a step of 0, are code 0:
-    NaN made uint8 would be any byte, another one on another machine."""
-    codes = numbers.sub_(low).div_(step).round_().nan_to_num_(0.0).clamp_(0, (1 << bits) - 1)
-    return codes.to(torch.uint8)
+def _encode(
+    numbers: Tensor,  # (tokens, K and V, kv_heads, head_dim) fp32; used up
+    step: Tensor,
+    low: Tensor,
+    bits: int,
+    carry: Tensor | None = None,  # (kv_heads, head_dim, head_dim): Turn's, for K
+) -> Tensor:
+    """Nearest codes, uint8. With `carry` channels of K are coded block by block: the error of one,
+    times its rows, is added to the later ones."""
+    steps = numbers.sub_(low).div_(step)
+    if carry is not None:
+        keys = steps[:, 0]
+        for now, later in blocks(keys.shape[-1]):
+            error = keys[..., now] - _nearest(keys[..., now].clone(), bits)
+            keys[..., later] += torch.einsum("thi,hij->thj", error, carry[:, now, later])
+    return _nearest(steps, bits).to(torch.uint8)
+
+
+def _nearest(steps: Tensor, bits: int) -> Tensor:
+    """In place. NaN, and 0 / 0 of a step of 0, are code 0: NaN made uint8 would be any byte,
+    another one on another machine."""
+    return steps.round_().nan_to_num_(0.0).clamp_(0, (1 << bits) - 1)
 
 
 def _code_bytes(bits: int, head_dim: int) -> int:

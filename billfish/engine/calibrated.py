@@ -15,9 +15,10 @@ from billfish.models.decoder import Decoder
 KV_FILE = "billfish_kv.safetensors"  # `billfish quantize --kv kv4` writes it
 
 
-def turn_of(source: Any, decoder: Decoder, tokenizer: Any) -> Turn:
+def turn_of(source: Any, decoder: Decoder, tokenizer: Any, far: int) -> Turn:
     """kv4's turn, as the checkpoint has it; else made now from a text that the package brings:
-    some seconds for SmolLM2 on a CPU. `source` may be no path but a model."""
+    some seconds for SmolLM2 on a CPU, for texts of up to `far` tokens. `source` may be no path but
+    a model."""
     if (file := _file(source)) is not None:
         return Turn.from_tensors(load_file(file), decoder.shape).to(decoder.device)
     size = min(TOKENS, decoder.shape.context)
@@ -28,7 +29,7 @@ def turn_of(source: Any, decoder: Decoder, tokenizer: Any) -> Turn:
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(decoder.shape.vocabulary, (TEXTS * size,), generator=random).tolist()
     texts = [ids[i * size : (i + 1) * size] for i in range(TEXTS)]
-    return calibrate(decoder, [text for text in texts if text])
+    return calibrate(decoder, [text for text in texts if text], far)
 
 
 def stored_ranges(source: Any) -> ChannelRange:

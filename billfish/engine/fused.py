@@ -81,6 +81,7 @@ class Fused:
                 mean,
                 _fragments(turn.to_keys, device),
                 _fragments(turn.to_queries, device),
+                _fragments(turn.carry, device),
             )
             self._threads = 2 * shape.head_dim  # a warp for 16 outputs
             blocks = TURNED_BLOCKS * self._store.gpu.sms // shape.kv_heads
@@ -154,7 +155,7 @@ class Fused:
             slots.data_ptr(),
             q_norm.data_ptr() if q_norm is not None else 0,
             k_norm.data_ptr() if k_norm is not None else 0,
-            *([each[layer].data_ptr() for each in self._turn] or (0, 0, 0)),
+            *([each[layer].data_ptr() for each in self._turn] or (0, 0, 0, 0)),
             q_out.data_ptr(),
             self._records(layer),
             tokens,

@@ -96,7 +96,7 @@ class LLM:
         cache: Cache | Pool = storage(room)
         budget = max_batched_tokens or BUDGET[kind]
         max_num_seqs = min(max_num_seqs, budget)
-        turn = turn_of(path, decoder, self.tokenizer) if kv == "kv4" else None
+        turn = turn_of(path, decoder, self.tokenizer, self.max_model_len) if kv == "kv4" else None
         runner: Runner
         if isinstance(cache, Pool):
             runner = gpu.GpuRunner(

@@ -42,14 +42,17 @@ class Pool:
         self._places = places(self.bits, head_dim).to(room.device)
         self._grids = grid_places(self.bits, head_dim).to(room.device)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, carry: Tensor | None = None
+    ) -> None:
+        """`carry`: as _encode takes it; whoever turned K has it."""
         numbers = torch.stack((k, v), 1)  # (tokens, 2, kv_heads, head_dim)
         page, token = slots[:, None, None] // PAGE_TOKENS, slots % PAGE_TOKENS
         head = torch.arange(k.shape[1], device=k.device)[:, None]
         if self.bits == 16:
             codes = numbers.to(self.dtype).view(torch.int16)
         else:
-            codes, step, low = self._code(numbers)
+            codes, step, low = self._code(numbers, carry)
             grids = torch.cat((step, low), -1).transpose(1, 2).flatten(2)  # k, k, v, v
             stored = self.records[layer].view(self.dtype)
             stored[page, head, self._grids[token][:, None]] = grids
@@ -90,13 +93,13 @@ class Pool:
         assert dtype in DTYPES
         return layers * kv_heads * cls.record_bytes(head_dim) // PAGE_TOKENS
 
-    def _code(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _code(self, numbers: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As cache._PerToken.write: codes, step and low; NaN stays in its token and head."""
         numbers = numbers.float().clamp(-self.limit, self.limit)
         low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
         low = low.to(self.dtype)
         step = _round_up((high - low.float()) / ((1 << self.bits) - 1), self.dtype)
-        return _encode(numbers, step.float(), low.float(), self.bits), step, low
+        return _encode(numbers, step.float(), low.float(), self.bits, carry), step, low
 
 
 class Pool16(Pool):

@@ -4,7 +4,9 @@
 //     block (token, kv head)   a warp for each head of the group, one for k, one for v
 //     lane l                   channels 4l .. 4l + 3 of q and k; RoPE's partner is in another lane
 //     turned (kv4)             k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs each. Both
-//                              matrices lie in registers before the wait, as fragments of mma
+//                              matrices lie in registers before the wait, as fragments of mma.
+//                              k' is coded in four blocks of channels, the error of each carried
+//                              to those behind it: another product, of what a warp has kept
 //
 // 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds them; of
 // mul.f16x2 and add.f16x2 ptxas may make one fma, rounded once.
@@ -43,29 +45,47 @@ BILLFISH_DEVICE unsigned char* record_of(unsigned char* pool, int slot) {
     return pool + (static_cast<u64>(slot / kPageTokens) * gridDim.y + blockIdx.y) * R::kBytes;
 }
 
-// Codes of a head's numbers, four a lane; step | low << 16. Numbers as cache.py has them: low the
-// smallest, the step rounded up, NaN in one number for all of them.
+// Numbers as cache.py has them: low the smallest, the step rounded up, NaN in one number for all.
+BILLFISH_DEVICE float clamped(float v, float limit) {  // NaN stays
+    return v > limit ? limit : v < -limit ? -limit : v;
+}
+
+BILLFISH_DEVICE float not_a_number() { return __uint_as_float(0x7fc00000); }
+
+// step | low << 16
+template <class T, int kBits>
+BILLFISH_DEVICE u32 grid_of(float lowest, float highest) {
+    const u32 low_bits = T::from_float(lowest);
+    const float wanted = (highest - T::to_float(low_bits)) / ((1 << kBits) - 1);
+    u32 step_bits = T::from_float(wanted);
+    step_bits += T::to_float(step_bits) < wanted;
+    return step_bits | low_bits << 16;
+}
+
+// Of a number in steps above low. fmaxf makes 0 of NaN, which 0 / 0 is, too.
+template <int kBits>
+BILLFISH_DEVICE float code_of(float steps) {
+    return fminf(fmaxf(rintf(steps), 0), (1 << kBits) - 1);
+}
+
+// Codes of a head's numbers, four a lane; tells their grid.
 template <class T, int kBits, int kLanes>
 BILLFISH_DEVICE u32 encode(float (&x)[4], u32 (&codes)[4], float limit) {
-    constexpr int kLevels = (1 << kBits) - 1;
     bool strange = false;
 #pragma unroll
     for (float& v : x) {
-        v = v > limit ? limit : v < -limit ? -limit : v;  // NaN stays
+        v = clamped(v, limit);
         strange |= v != v;
     }
     float lowest = min_over<kLanes>(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])));
     const float highest = max_over<kLanes>(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-    if (ballot(strange)) lowest = __uint_as_float(0x7fc00000);
-    const u32 low_bits = T::from_float(lowest);
-    const float low = T::to_float(low_bits), wanted = (highest - low) / kLevels;
-    u32 step_bits = T::from_float(wanted);
-    step_bits += T::to_float(step_bits) < wanted;
-    const float step = T::to_float(step_bits);
+    if (ballot(strange)) lowest = not_a_number();
+    const u32 grid = grid_of<T, kBits>(lowest, highest);
+    const float step = T::to_float(grid & 0xffff), low = T::to_float(grid >> 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)  // fmaxf makes 0 of NaN, which 0 / 0 is, too
-        codes[i] = static_cast<u32>(fminf(fmaxf(rintf((x[i] - low) / step), 0), kLevels));
-    return step_bits | low_bits << 16;
+    for (int i = 0; i < 4; ++i)
+        codes[i] = static_cast<u32>(code_of<kBits>((x[i] - low) / step));
+    return grid;
 }
 
 // Token t's K: lane l's numbers are channels 4l .. 4l + 3. Lanes past kHeadDim / 4 repeat others.
@@ -137,11 +157,8 @@ BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
             T::mul(weight.y, T::pack(x[2] * scale, x[3] * scale))};
 }
 
-BILLFISH_DEVICE float in_half(float v) {  // NaN stays
-    return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
-}
-
 constexpr int kMostGroup = 16;  // query heads of a kv head, where they are turned
+constexpr int kBlocks = 4;      // of channels: turn.py's
 
 // d (16 outputs, 8 rows) = a fragment of a matrix for each 16 inputs, times rows of shared memory.
 template <int kSteps>
@@ -154,6 +171,66 @@ BILLFISH_DEVICE void turn(float (&d)[4], const u32 (&a)[kSteps][4], const u16* r
     }
 }
 
+// What the warps of a block tell each other of a token's k'.
+template <int kHeadDim>
+struct Told {
+    uint4 carry[kHeadDim / 16 / kBlocks * (kBlocks - 1)][2 * kHeadDim];  // each thread's own
+    float4 mean[32];                                      // of the warp that has k, each lane's own
+    u16 errors[2][kHeadDim + 8];                          // in steps: rounded, and the rest
+    float lowest[kHeadDim / 16], highest[kHeadDim / 16];  // of each warp's channels
+};
+template <>
+struct Told<0> {};
+
+// A token's k', channels `first` and the next of each lane, four lanes alike. lowest and highest
+// are known to all. Numbers, and what is carried, are counted in steps.
+template <class T, class R, int kHeadDim>
+BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int lane, float (&x)[2],
+                                   Told<kHeadDim>& told) {
+    constexpr int kWarps = kHeadDim / 16, kPer = kWarps / kBlocks;  // warps of a block of channels
+    const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
+    float lowest = told.lowest[0], highest = told.highest[0];
+    bool strange = lowest != lowest;
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+        strange |= told.lowest[i] != told.lowest[i];
+        lowest = fminf(lowest, told.lowest[i]), highest = fmaxf(highest, told.highest[i]);
+    }
+    const u32 grid = grid_of<T, R::kBits>(strange ? not_a_number() : lowest, highest);
+    const float step = T::to_float(grid & 0xffff), low = T::to_float(grid >> 16);
+    x[0] = (x[0] - low) / step, x[1] = (x[1] - low) / step;
+#pragma unroll
+    for (int now = 0; now < kBlocks - 1; ++now) {
+        if (warp / kPer == now && pair < 2) {
+            const float a = x[0] - code_of<R::kBits>(x[0]), b = x[1] - code_of<R::kBits>(x[1]);
+            u32 error = Half::pack(a, b);
+            if (pair == 1)
+                error = Half::pack(a - Half::to_float(error), b - Half::to_float(error >> 16));
+            *reinterpret_cast<u32*>(told.errors[pair] + first) = error;
+        }
+        __syncthreads();
+        if (warp / kPer <= now) continue;
+        float d[4];
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) {
+            const uint4 a = told.carry[now * kPer + i][threadIdx.x];
+            const u32 fragment[4] = {a.x, a.y, a.z, a.w};
+            const u16* row = told.errors[r % 2] + (now * kPer + i) * 16;
+            const u32* b = reinterpret_cast<const u32*>(row) + pair;
+            if (i == 0) Half::mma_first(d, fragment, b[0], b[4]);
+            else Half::mma(d, fragment, b[0], b[4]);
+        }
+        x[0] += d[0] + d[1], x[1] += d[2] + d[3];
+    }
+    u32 word = static_cast<u32>(code_of<R::kBits>(x[0])) |
+               static_cast<u32>(code_of<R::kBits>(x[1])) << 16;
+    word <<= r % 4 * R::kBits;
+    word |= shuffle_xor(word, 4);
+    word |= shuffle_xor(word, 8);
+    if (lane % 16 == 0) reinterpret_cast<u32*>(record)[R::k(t, first) / 8] = word;
+    if (threadIdx.x == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2] = grid;
+}
+
 // qkv (tokens, heads + 2 kv heads, kHeadDim); cos and sin (positions, rotary / 2); norms, mean and
 // matrices may be null: `fused.py` arranges the latter. slots < 0: padding, of which only q is
 // written. Blocks take every gridDim.x'th token: with matrices, many tokens share what they loaded.
@@ -163,13 +240,14 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
            const int* __restrict__ positions, const int* __restrict__ slots,
            const u16* __restrict__ q_norm, const u16* __restrict__ k_norm,
            const float* __restrict__ mean, const uint4* __restrict__ to_keys,
-           const uint4* __restrict__ to_queries, u16* q_out, unsigned char* pool, int tokens,
-           int group, int rotary, float eps, float limit) {
+           const uint4* __restrict__ to_queries, const uint4* __restrict__ carry, u16* q_out,
+           unsigned char* pool, int tokens, int group, int rotary, float eps, float limit) {
+    static_assert(!kTurned || Format::kBits == 4);
     using R = Places<Format, kHeadDim>;
     constexpr int kLanes = kHeadDim / 4, kSteps = kTurned ? kHeadDim / 16 : 1;
     constexpr int kStride = kHeadDim + 8;  // so that eight rows lie in different banks
     __shared__ __align__(16) u16 rows[kTurned ? kMostGroup + 2 : 1][kStride];
-    __shared__ __align__(16) float turned[kTurned ? kHeadDim : 1];
+    __shared__ __align__(16) Told<kTurned ? kHeadDim : 0> told;
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
 #endif
@@ -177,9 +255,14 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     const int l = lane % kLanes, kv_head = blockIdx.y, kv_heads = gridDim.y;
 
     u32 keys[kSteps][4], queries[kSteps][4];
-    float4 middle;
     if constexpr (kTurned) {
-        middle = reinterpret_cast<const float4*>(mean)[kv_head * kLanes + l];
+        // Registers have no room for these as well.
+        if (warp == group % warps)
+            told.mean[lane] = reinterpret_cast<const float4*>(mean)[kv_head * kLanes + l];
+#pragma unroll
+        for (int step = 0; step < kSteps - kSteps / kBlocks; ++step)
+            told.carry[step][threadIdx.x] =
+                carry[((kv_head * kSteps + warp) * kSteps + step) * 32 + lane];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             const int at = ((kv_head * kSteps + warp) * kSteps + step) * 32 + lane;
@@ -229,12 +312,15 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             if constexpr (kTurned) {
                 // k - mean has more bits than a half: the rest is a row of its own, at no cost.
                 const bool key = head == group;
-                if (key) x[0] -= middle.x, x[1] -= middle.y, x[2] -= middle.z, x[3] -= middle.w;
+                if (key) {
+                    const float4 middle = told.mean[lane];
+                    x[0] -= middle.x, x[1] -= middle.y, x[2] -= middle.z, x[3] -= middle.w;
+                }
                 u16* row = rows[key ? kMostGroup : head] + 4 * l;
                 u32 rounded[4], rest[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    x[i] = in_half(x[i]);
+                    x[i] = clamped(x[i], 65504.0f);
                     rounded[i] = Half::from_float(x[i]);
                     rest[i] = Half::from_float(x[i] - Half::to_float(rounded[i]));
                 }
@@ -256,7 +342,11 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             float d[4];
             __syncthreads();
             turn<kSteps>(d, keys, rows[kMostGroup + r % 2], pair);
-            if (pair == 0) turned[first] = d[0] + d[1], turned[first + 1] = d[2] + d[3];
+            float x[2] = {clamped(d[0] + d[1], limit), clamped(d[2] + d[3], limit)};
+            const bool strange = x[0] != x[0] || x[1] != x[1];
+            const float lowest = min_over<32, 4>(fminf(x[0], x[1]));
+            told.highest[warp] = max_over<32, 4>(fmaxf(x[0], x[1]));
+            told.lowest[warp] = ballot(strange) ? not_a_number() : lowest;
             for (int some = 0; some < group; some += 8) {
                 turn<kSteps>(d, queries, rows[some + r], pair);
 #pragma unroll
@@ -269,12 +359,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
                 }
             }
             __syncthreads();
-            if (warp == group % warps && slot >= 0) {
-                float x[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) x[i] = turned[4 * l + i];
-                store_k<T, R, kLanes>(record, t, lane, x, limit);
-            }
+            if (slot >= 0) store_carried<T, R, kHeadDim>(record, t, warp, lane, x, told);
         }
     }
 }

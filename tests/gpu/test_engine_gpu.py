@@ -16,6 +16,7 @@ from billfish.engine.decode import DecodeAttention, Tables
 from billfish.engine.fused import Fused
 from billfish.engine.pool import POOLS
 from billfish.engine.scheduler import Piece, Sequence
+from billfish.engine.turn import Turn, blocks
 from billfish.kernels import device
 from billfish.models.decoder import Decoder, Shape
 from billfish.models.linear import QuantLinear
@@ -238,6 +239,46 @@ def test_store_and_gather(kv, head_dim, dtype):
     kernels.gather(1, slots[:3].contiguous(), k_out, v_out)
     for ours, theirs in zip((k_out, v_out), oracle.read(1, torch.arange(4), 256), strict=True):
         assert torch.equal(ours.cpu(), theirs[slots[:3].long().cpu()])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 12])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_turned_and_carried(head_dim, group, dtype):
+    shape, tokens = Shape(2, 2 * group, 2, head_dim, 9, 9999, (None, None), 1.0), 400
+    matrices = torch.randn(2, 2, 2, head_dim, head_dim) / head_dim**0.5
+    turn = Turn(torch.randn(2, 2, head_dim), *matrices, torch.zeros_like(matrices[0]))
+    for now, later in blocks(head_dim):
+        part = turn.carry[..., now, later]
+        part.copy_(2 * torch.randn(part.shape) / head_dim**0.5)
+    pool, oracle = (
+        POOLS["kv4"](Room(2, 8, 64, 2, head_dim, dtype, torch.device(d))) for d in DEVICES
+    )
+    still = torch.ones(9, head_dim // 2, dtype=dtype)  # RoPE by 0
+    kernels = Fused(shape, dtype, DEVICE, pool, still, torch.zeros_like(still), turn)
+    qkv = torch.randn(tokens, group + 2, 2, head_dim).to(dtype)
+    positions = torch.zeros(tokens, device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(512)[:tokens].int()
+    slots[7] = -1
+    q_out = torch.empty(tokens, 2 * group, head_dim, dtype=dtype, device=DEVICE)
+    kernels.store(1, qkv.flatten(1).to(DEVICE), positions, slots.to(DEVICE), q_out)
+    tk, tq = (m[1].half().double() for m in matrices)
+    q, k, v = qkv.view(tokens, -1, head_dim).split((2 * group, 2, 2), 1)
+    grouped = q.double().reshape(tokens, 2, group, head_dim)
+    wanted = torch.einsum("thgd,hde->thge", grouped, tq).reshape(q.shape)
+    assert torch.allclose(q_out.cpu().double(), wanted, rtol=2**-7, atol=2**-7)
+    keys = torch.einsum("thd,hde->the", k.double() - turn.mean[1], tk).float()
+    real = slots >= 0
+    carry = turn.carry[1].half().float()
+    oracle.write(1, slots[real].long(), keys[real], v[real], carry)
+    # Where a sum's last bit turns a code, the rest of its token and head follows; else all is even.
+    pages = torch.arange(8)
+    (k_ours, v_ours), (k_wanted, v_wanted) = (
+        tuple(x.cpu() for x in each.read(1, pages.to(each.records.device), 512))
+        for each in (pool, oracle)
+    )
+    assert torch.equal(v_ours, v_wanted)
+    assert (k_ours != k_wanted).any(-1).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
