@@ -25,7 +25,7 @@ TURN_BYTES = 8 * 16 * 48
 FLAGS = 8  # of a block: a warp that multiplies has one
 MOST_INVARIANT = 1024  # tokens at once, which bounds the memory that parts of tiles meet in
 EVEN = 0.9  # of the blocks that fit: few enough more to keep tiles in equal parts
-OVERRULES = 0.9  # of a measured neighbour's time: below it the model is trusted more
+OVERRULES = 0.83  # of a measured neighbour's time: below it the model is trusted more
 LEAST_STRIPE = 4  # tiles of 128 inputs, below which meeting costs more than it spares
 
 # Of (tokens, bands): us that a block needs for 128 inputs when it is alone on its SM; two need
