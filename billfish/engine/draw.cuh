@@ -1,11 +1,12 @@
-// draw: the next token of each row of logits by the rules of its text: the best one, or one drawn by
-// temperature, min_p, top_k and top_p as sampling.py does it, from the same number. So texts that are
-// sampled run ahead of the host, too (core.py).
+// draw: the next token of each row of logits by the rules of its text: the best one, or one drawn
+// by temperature, min_p, top_k and top_p as sampling.py does it, from the same number. So texts
+// that are sampled run ahead of the host, too (core.py).
 //
-// Weights are whole numbers, 2^40 times exp((x - best) / temperature): their sums are exact, whoever
-// adds them in whatever order, and the drawn token depends on the logits and the number alone.
-// Logits have 16 bits, so "the k best" and "the fewest that reach p" end at one of 65536 values: two
-// histograms find it, of the upper 11 bits and of the lower 5. Among equals the lowest ids stay.
+// Weights are whole numbers, 2^40 times exp((x - best) / temperature): their sums are exact,
+// whoever adds them in whatever order, and the drawn token depends on the logits and the number
+// alone. Logits have 16 bits, so "the k best" and "the fewest that reach p" end at one of 65536
+// values: two histograms find it, of the upper 11 bits and of the lower 5. Among equals the lowest
+// ids stay.
 //
 // Block: a row. Warp w has the w'th part of the tokens, a lane 8 of them at a time.
 #pragma once
@@ -63,9 +64,9 @@ struct Row {
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = words[i / 2] >> i % 2 * 16 & 0xffff;
         } else {
+            const u32 none = T::from_float(__uint_as_float(0xff800000u));
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                v[i] = at + i < width ? logits[at + i] : T::from_float(__uint_as_float(0xff800000u));
+            for (int i = 0; i < 8; ++i) v[i] = at + i < width ? logits[at + i] : none;
         }
     }
     BILLFISH_DEVICE u64 weight(u32 bits) const {

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from ahead import Ahead
 from test_cli_bench import png_size
 from tiny import GROUPED, write_checkpoint
 from torch import nn
@@ -15,7 +16,7 @@ from billfish import cli_bench
 from billfish.bench import generate, plot_generate, random_model, variants
 from billfish.bench.generate import Run
 from billfish.bench.variants import Request, parse_batches, parse_bytes, parse_variants
-from billfish.engine import runner
+from billfish.engine import llm
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
@@ -196,9 +197,10 @@ def test_decoding_is_not_timed_where_texts_end_before_the_last_begins(config):
 
 def test_tokens_are_counted_when_drawn_not_when_told(config, monkeypatch):
     """A GPU's steps give back the text of the step before."""
-    monkeypatch.setattr(runner.TorchRunner, "asynchronous", True)
+    inner = llm.TorchRunner
+    monkeypatch.setattr(llm, "TorchRunner", lambda *given: Ahead(inner(*given)))
     (variant,) = Run(request(config), CPU).measure()["variants"]
-    assert [(p["steps"], p["decode_steps"]) for p in variant["points"]] == [(5, 4), (5, 4)]
+    assert [(p["steps"], p["decode_steps"]) for p in variant["points"]] == [(6, 4), (6, 4)]
 
 
 def test_what_does_not_fit_is_told_and_the_rest_is_measured(config):

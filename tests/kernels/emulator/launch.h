@@ -31,7 +31,7 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
             makecontext(&fiber.context, begin_fiber, 0);
         }
     }
-    const u32 warps = fibers.size() / 32, slow = 4u << lot() % 8;  // turns until a copy lands
+    const u32 warps = fibers.size() / 32, slow = memory_varies ? 4u << lot() % 6 : 4u;
     std::vector<u32> alive(warps);
     for (u32 w = 0; w < warps; ++w) alive[w] = w;
     for (u64 turns = 0; !alive.empty(); ++turns) {

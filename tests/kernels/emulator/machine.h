@@ -101,6 +101,9 @@ struct Fiber {
 inline Fiber* current;
 inline std::deque<Block> blocks;
 inline std::vector<std::function<void()>> flying;
+// A copy lands every 4 turns, or, drawn for each launch, every 4 to 128: slow memory shows waits that
+// are satisfied too soon, and takes its time.
+inline bool memory_varies = false;
 inline std::map<u32, int> cluster_arrivals;
 inline ucontext_t scheduler;
 
