@@ -5,7 +5,7 @@ are best depends on the whole batch, so a text's last bits do, as they do on the
 with `batch_invariant` they follow from its own length alone.
 
 The model is read off timings of 2026-11-15 (H200, 128 channels; docs/LOG.md); in the batches that
-were swept, 1 to 64 texts, it finds the quickest size or one within 15 % of its time.
+were swept, 1 to 64 texts, it finds the quickest size or one within 16 % of its time.
 """
 
 from dataclasses import dataclass

@@ -216,7 +216,7 @@ def test_invariant_chunks_follow_from_a_length_alone():
 
 
 # Sequences x tokens, and the pages of a chunk that were quickest among those tried (H200). Half as
-# many cost up to 15 % where texts are few, and more where they are many.
+# many cost up to 16 % where texts are few, and more where they are many.
 SWEPT = [
     ("kv4", 32, 4096, 22), ("kv4", 64, 4096, 22), ("kv4", 64, 1024, 16), ("kv4", 1, 4096, 8),
     ("kv4", 1, 32768, 22), ("kv8", 32, 4096, 22), ("kv16", 32, 4096, 64), ("kv16", 64, 1024, 16),
