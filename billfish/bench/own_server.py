@@ -46,6 +46,7 @@ class Ready:
 def measure(own: Own, load: Load, say: Say, keep: Callable[[Result], None]) -> Result:
     """{"servers": for each variant what serve.measure tells, and of a text alone}"""
     servers: list[Result] = []
+    load = replace(load, model=None, key=None)  # whatever a server calls its model; none has a key
     result: Result = {
         "bench": "serve", "result_version": serve.RESULT_VERSION, "model": own.request.model,
         "random": own.request.random, "max_num_seqs": own.sequences, "complete": False,
