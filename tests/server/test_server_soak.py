@@ -76,7 +76,7 @@ def test_http_soak(tiny_path):
                 seen["right"] += text == wanted[place]
                 return None
             seen["503"] += 1
-            await asyncio.sleep(0.05 * source.random())
+            await asyncio.sleep(0.5 * source.random())  # Retry-After says a second; this is a test
 
     async def plain(http, path, body):
         answer = await http.post(path, json=body)
@@ -110,19 +110,20 @@ def test_http_soak(tiny_path):
 
     async def malformed(http, kind):
         options = BAD[kind % len(BAD)]
-        try:
-            path = CHAT if "messages" in options.get("json", ()) else TEXT
-            answer = await http.post(path, **options)
-        except httpx.TransportError:
-            assert "headers" in options  # closed before it was read to its end
-            seen["refused"] += 1
-        else:
-            if answer.status_code == 503:  # full: it was not looked at
-                seen["refused 503"] += 1
-                return
-            assert answer.status_code == 400, (options, answer.text)
-            assert answer.json()["error"]["message"]
-            seen["refused"] += 1
+        path = CHAT if "messages" in options.get("json", ()) else TEXT
+        while True:
+            try:
+                answer = await http.post(path, **options)
+            except httpx.TransportError:
+                assert "headers" in options  # closed before it was read to its end
+                break
+            if answer.status_code != 503:
+                assert answer.status_code == 400, (options, answer.text)
+                assert answer.json()["error"]["message"]
+                break
+            seen["refused 503"] += 1  # full: it was not looked at
+            await asyncio.sleep(0.5 * source.random())
+        seen["refused"] += 1
 
     async def healthy(http):
         while True:
@@ -154,5 +155,5 @@ def test_http_soak(tiny_path):
         assert made.desk.live == 0 and not made.desk.draining
     assert seen["right"] == COUNT * 7 // 10, seen  # all that were neither cut off nor malformed
     assert seen["left"] == COUNT * 2 // 10 and seen["503"] > 0 and seen["health"] > 10, seen
-    assert seen["refused"] + seen["refused 503"] == COUNT // 10 and seen["refused"] > 30, seen
+    assert seen["refused"] == COUNT // 10, seen
     print(dict(seen), f"{resident() - before:.1f} MB")
