@@ -26,9 +26,10 @@ import transformers
 from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
 from billfish.bench.variants import DENSE, Request, Variant
+from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS
 from billfish.engine.cache import FORMATS
 from billfish.engine.core import Engine, RequestOutput
-from billfish.engine.llm import BUDGET, CPU_CACHE, LLM, PAGE_TOKENS
+from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.kernels.device import gpu

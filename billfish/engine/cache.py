@@ -63,7 +63,8 @@ class Cache(Protocol):
         pages: Tensor,  # (n,) int64, in the order of the sequence
         count: int,  # at most n * page_tokens
     ) -> tuple[Tensor, Tensor]:
-        """The first `count` tokens of these pages: k and v, (count, kv_heads, head_dim), dtype."""
+        """The first `count` tokens of these pages: k and v, (count, kv_heads, head_dim), dtype;
+        copies, which a caller may change."""
         ...
 
     def queries(self, layer: int, q: Tensor) -> Tensor:

@@ -12,31 +12,19 @@ import itertools
 import math
 import queue
 import threading
-import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from billfish.engine import gpu
-from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
-from billfish.engine.calibrated import stored_ranges, turn_of
+from billfish.engine.build import Settings, Source, build
 from billfish.engine.core import Completion, Engine, RequestOutput
-from billfish.engine.pages import Pages
-from billfish.engine.pool import POOLS, Pool
-from billfish.engine.runner import Runner, TorchRunner
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
-from billfish.models.decoder import Decoder
-from billfish.models.linear import QuantLinear
-from billfish.models.load import load
 
-PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
-BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
-CPU_CACHE = 2**30  # bytes, unless told
-STORAGE = {**FORMATS, **CALIBRATED}
 Prompt = str | Sequence[int]
 Notify = Callable[[RequestOutput], None]
 
@@ -46,7 +34,7 @@ class LLM:
 
     def __init__(
         self,
-        path: Path | str | tuple[Any, Any],  # a tuple comes from `of`
+        path: Source,  # a tuple comes from `of`
         *,
         kv: str = "kv16",
         dtype: str | torch.dtype = "auto",
@@ -59,59 +47,19 @@ class LLM:
         prefix_caching: bool = True,
         batch_invariant: bool = False,
     ) -> None:
-        _check(kv, max_model_len, max_num_seqs, max_batched_tokens, gpu_memory, pages)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = path if isinstance(path, tuple) else load(path, dtype, device, batch_invariant)
-        model, self.tokenizer = loaded
-        invariant = batch_invariant or any(
-            isinstance(layer, QuantLinear) and layer.asked == "invariant"
-            for layer in model.modules()
-        )
-        decoder = Decoder.of(model)
-        shape, kind = decoder.shape, decoder.device.type
-        if kind not in PAGE_TOKENS:
-            raise UserError(f"device {device}: the engine runs on cpu and cuda.")
-        self.vocabulary = shape.vocabulary
-        self.max_model_len = min(max_model_len or shape.context, shape.context)
-        slow = gpu.refuses(decoder, kv)
-        if slow and kind == "cuda":
-            warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=2)
-        size, storage = PAGE_TOKENS[kind], STORAGE[kv] if slow else POOLS[kv]
-        if pages is None:
-            token = storage.bytes_a_token(
-                shape.layers, shape.kv_heads, shape.head_dim, decoder.dtype
-            )
-            pages = _room(decoder.device, gpu_memory) // (token * size)
-            pages = min(pages, math.ceil(self.max_model_len / size) * max_num_seqs)
-            if pages * size < self.max_model_len:
-                raise UserError(
-                    f"the cache has room for {pages * size} tokens, a text of max_model_len "
-                    f"{self.max_model_len} needs more. Lower max_model_len, or take another kv "
-                    f"({', '.join(FORMATS)})."
-                )
-        room = Room(
-            shape.layers, pages, size, shape.kv_heads, shape.head_dim, decoder.dtype, decoder.device
-        )
-        cache: Cache | Pool = storage(room)
-        budget = max_batched_tokens or BUDGET[kind]
-        max_num_seqs = min(max_num_seqs, budget)
-        turn = turn_of(path, decoder, self.tokenizer, self.max_model_len) if kv == "kv4" else None
-        runner: Runner
-        if isinstance(cache, Pool):
-            runner = gpu.GpuRunner(
-                decoder, cache, max_num_seqs, self.max_model_len, turn, invariant=invariant
-            )
-        else:
-            if isinstance(cache, Kv4):
-                cache.turn = turn
-            if isinstance(cache, Kv4Channels):
-                cache.set_ranges(stored_ranges(path))
-            runner = TorchRunner(decoder, cache)
-        self.engine = Engine(
-            runner, self.tokenizer, Pages(pages, size, prefix_caching),
-            _eos(model, self.tokenizer), budget, max_num_seqs, self.max_model_len,
+        settings = Settings(
+            kv=kv, dtype=dtype, device=device, max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            gpu_memory=gpu_memory, pages=pages, prefix_caching=prefix_caching,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
+        make = partial(build, path, settings)
+        self.engine = _apart(make) if device == "cpu" else make()
+        self.tokenizer = self.engine.tokenizer
+        self.vocabulary = self.engine.decoder.shape.vocabulary
+        self.max_model_len = self.engine.most_tokens
         self._names = itertools.count()
         self._worker = _Worker(self.engine)
 
@@ -253,6 +201,14 @@ class LLM:
         return RequestOutput(f"request-{next(self._names)}", text, ids, outputs)
 
 
+def _apart(make: Callable[[], Engine]) -> Engine:
+    """In a thread that ends. OpenMP keeps a team of threads for each thread that has computed, and
+    once all teams together outnumber the cores none of them spins any more between two products:
+    steps of the engine's own thread took 20 % longer if the caller's had loaded the model."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(make).result()
+
+
 class _Worker:
     """The thread that owns the engine."""
 
@@ -341,41 +297,7 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
     return replace(output, outputs=outputs)
 
 
-def _check(
-    kv: str,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_batched_tokens: int | None,
-    gpu_memory: float,
-    pages: int | None,
-) -> None:
-    if kv not in STORAGE:
-        raise UserError(f"kv {kv!r}: known are {', '.join(STORAGE)}.")
-    counts = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
-              "max_batched_tokens": max_batched_tokens, "pages": pages}  # fmt: skip
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} {value}: at least 1.")
-    if not 0 < gpu_memory <= 1:
-        raise UserError(f"gpu_memory {gpu_memory}: above 0, at most 1.")
-
-
 def _is_one(prompts: Any) -> bool:
     return isinstance(prompts, str) or (
         len(prompts) > 0 and all(isinstance(each, int) for each in prompts)
     )
-
-
-def _room(device: torch.device, share: float) -> int:
-    """Bytes for the cache. On a GPU what is left of its share once the weights are there."""
-    if device.type == "cpu":
-        return CPU_CACHE
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(free - (1 - share) * total))
-
-
-def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    ends = {tokenizer.eos_token_id}
-    told = getattr(model.generation_config, "eos_token_id", None)
-    ends |= set(told) if isinstance(told, list) else {told}
-    return frozenset(end for end in ends if end is not None)

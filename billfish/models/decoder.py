@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from billfish.errors import UserError
 from billfish.models.joined import Product, gated, joined, side_by_side
+from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
 
 # (layer, q, k, v) -> (tokens, heads, head_dim). q is (tokens, heads, head_dim), k and v are
-# (tokens, kv_heads, head_dim); q and k are after RoPE and contiguous. v may be a view into a wider
-# row (Phi-3 has one linear for all three): only its last two dimensions are contiguous.
+# (tokens, kv_heads, head_dim); q and k are after RoPE. All are views into wider rows: only their
+# last two dimensions are contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +57,9 @@ class _Family:
     windows: str  # "none", "all" or "by type"
 
 
-_SPLIT = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_SPLIT = frozenset({*_QKV, "o_proj"})
 _NORMED = _SPLIT | {"q_norm", "k_norm"}
 _FUSED = frozenset({"qkv_proj", "o_proj"})
 _FAMILIES = {
@@ -105,13 +108,10 @@ class Decoder:
         self.norm = model.model.norm
         self.head = model.lm_head
         # Fewer and larger products: on a CPU 90 of 210 calls a step are spared.
-        self._qkv = [
-            _one(layer.self_attn, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-            for layer in self.layers
-        ]
+        self._qkv = [_one(layer.self_attn, "qkv_proj", _QKV) for layer in self.layers]
         self._gated = [_gated(layer.mlp) for layer in self.layers]
         self._gate_up = [
-            op.both if op else _one(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+            op.both if op else _one(layer.mlp, "gate_up_proj", _GATE_UP)
             for layer, op in zip(self.layers, self._gated, strict=True)
         ]
         self.dtype: torch.dtype = self.embed.weight.dtype
@@ -147,6 +147,20 @@ class Decoder:
             ),
         )
 
+    def prepack(self) -> None:
+        """Dense weights as a CPU's library multiplies them, where there is one. The model's own
+        linears are empty then: for one that nobody else has."""
+        for index, layer in enumerate(self.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            for products, module, names in (
+                (self._qkv, attention, _QKV), (self._gate_up, mlp, _GATE_UP)
+            ):  # fmt: skip
+                parts = [getattr(module, name) for name in names if hasattr(module, name)]
+                products[index] = prepack(products[index], *parts)
+            attention.o_proj, mlp.down_proj = prepack(attention.o_proj), prepack(mlp.down_proj)
+        if self.head.weight is not self.embed.weight:
+            self.head = prepack(self.head)
+
     @torch.no_grad()
     def forward(
         self,
@@ -159,8 +173,7 @@ class Decoder:
         low, high = sin.chunk(2, -1)
         sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see _rotate
         for index, layer in enumerate(self.layers):
-            q, k, v = self._project(index, layer.input_layernorm(hidden))
-            mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            mixed = attend(index, *self._project(index, layer.input_layernorm(hidden), cos, sin))
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
             hidden = hidden + self._mlp(index, layer.post_attention_layernorm(hidden))
         normed: Tensor = self.norm(hidden)
@@ -192,14 +205,17 @@ class Decoder:
         product itself; None where no kernel does."""
         return self._gated[index]
 
-    def _project(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of one layer by heads, before RoPE."""
+    def _project(
+        self, index: int, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of one layer by heads, after RoPE."""
         heads, kv_heads, head_dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         attention = self.layers[index].self_attn
         together = self.qkv(index)(x).view(len(x), heads + 2 * kv_heads, head_dim)
-        q, k, v = torch.split(together, [heads, kv_heads, kv_heads], dim=1)
+        qk, v = torch.split(together, [heads + kv_heads, kv_heads], dim=1)
         if hasattr(attention, "q_norm"):  # Qwen3: over each head
-            q, k = attention.q_norm(q), attention.k_norm(k)
+            qk = torch.cat((attention.q_norm(qk[:, :heads]), attention.k_norm(qk[:, heads:])), 1)
+        q, k = torch.split(_rotate(qk, cos, sin), [heads, kv_heads], dim=1)
         return q, k, v
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
@@ -222,7 +238,7 @@ def _one(module: nn.Module, fused: str, names: tuple[str, ...]) -> Product:
 def _gated(mlp: Any) -> GatedOp | None:
     if type(_act(mlp)).__name__ not in ("SiLU", "SiLUActivation"):  # torch's, transformers'
         return None
-    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else _GATE_UP
     return gated(mlp, *names)
 
 

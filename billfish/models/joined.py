@@ -25,8 +25,12 @@ def joined(module: nn.Module, *names: str) -> Product | None:
     if len(kinds) > 1:
         return None
     if type(linears[0]) is nn.Linear:
-        weight: Any = _share(linears, "weight")
-        return partial(nn.functional.linear, weight=weight, bias=_share(linears, "bias"))
+        bias, sizes = linears[0].bias is not None, [linear.out_features for linear in linears]
+        whole = nn.Linear(linears[0].in_features, sum(sizes), bias, device="meta")
+        for part in ("weight", "bias"):
+            if (shared := _share(linears, part)) is not None:
+                setattr(whole, part, nn.Parameter(shared, requires_grad=False))
+        return whole
     op = _packed(linears) if type(linears[0]) is QuantLinear else None
     return op and partial(op, bias=_share(linears, "bias"))
 

@@ -16,7 +16,7 @@ from billfish import cli_bench
 from billfish.bench import generate, plot_generate, random_model, variants
 from billfish.bench.generate import Run
 from billfish.bench.variants import Request, parse_batches, parse_bytes, parse_variants
-from billfish.engine import llm
+from billfish.engine import build
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
@@ -197,8 +197,8 @@ def test_decoding_is_not_timed_where_texts_end_before_the_last_begins(config):
 
 def test_tokens_are_counted_when_drawn_not_when_told(config, monkeypatch):
     """A GPU's steps give back the text of the step before."""
-    inner = llm.TorchRunner
-    monkeypatch.setattr(llm, "TorchRunner", lambda *given: Ahead(inner(*given)))
+    inner = build.TorchRunner
+    monkeypatch.setattr(build, "TorchRunner", lambda *given: Ahead(inner(*given)))
     (variant,) = Run(request(config), CPU).measure()["variants"]
     assert [(p["steps"], p["decode_steps"]) for p in variant["points"]] == [(6, 4), (6, 4)]
 

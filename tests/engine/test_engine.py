@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
+from billfish.engine import build
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
@@ -38,6 +39,20 @@ def texts(made, prompts=PROMPTS, params=GREEDY):
 @pytest.fixture(scope="module")
 def alone(llm):
     return [texts(llm, [prompt])[0] for prompt in PROMPTS]
+
+
+def test_on_a_cpu_it_is_made_by_a_thread_that_ends(path, monkeypatch):
+    """One that stays would keep OpenMP's threads, and slow down the engine's own."""
+    makers = []
+
+    def watched(*given):
+        makers.append(threading.current_thread())
+        return load(*given)
+
+    monkeypatch.setattr(build, "load", watched)
+    with LLM(path, device="cpu"):
+        (maker,) = makers
+        assert maker is not threading.main_thread() and not maker.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def causal(decoder, lengths):
         shape = decoder.shape
         assert q.shape == (sum(lengths), shape.heads, shape.head_dim)
         assert k.shape == v.shape == (sum(lengths), shape.kv_heads, shape.head_dim)
-        assert q.is_contiguous() and k.is_contiguous() and v.stride()[1:] == k.stride()[1:]
+        assert all(t.stride()[1:] == (shape.head_dim, 1) for t in (q, k, v))
         each = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
         return torch.cat([one(decoder, layer, *sequence) for sequence in each])
 

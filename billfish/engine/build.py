@@ -1,0 +1,119 @@
+"""From a checkpoint, or a model in memory, to an engine: what is loaded, how large its cache is,
+and what runs it.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.engine import gpu
+from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
+from billfish.engine.calibrated import stored_ranges, turn_of
+from billfish.engine.core import Engine
+from billfish.engine.pages import Pages
+from billfish.engine.pool import POOLS, Pool
+from billfish.engine.runner import Runner, TorchRunner
+from billfish.errors import UserError
+from billfish.models.decoder import Decoder
+from billfish.models.linear import QuantLinear
+from billfish.models.load import load
+
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
+BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
+CPU_CACHE = 2**30  # bytes, unless told
+STORAGE = {**FORMATS, **CALIBRATED}
+Source = Path | str | tuple[Any, Any]  # a checkpoint, or a model and its tokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What LLM is told, with its defaults."""
+
+    kv: str
+    dtype: str | torch.dtype
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_batched_tokens: int | None
+    gpu_memory: float
+    pages: int | None
+    prefix_caching: bool
+    batch_invariant: bool
+
+    def __post_init__(self) -> None:
+        if self.kv not in STORAGE:
+            raise UserError(f"kv {self.kv!r}: known are {', '.join(STORAGE)}.")
+        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value}: at least 1.")
+        if not 0 < self.gpu_memory <= 1:
+            raise UserError(f"gpu_memory {self.gpu_memory}: above 0, at most 1.")
+
+
+def build(source: Source, told: Settings) -> Engine:
+    if isinstance(source, tuple):
+        model, tokenizer = source
+    else:
+        model, tokenizer = load(source, told.dtype, told.device, told.batch_invariant)
+    invariant = told.batch_invariant or any(
+        isinstance(layer, QuantLinear) and layer.asked == "invariant" for layer in model.modules()
+    )
+    decoder = Decoder.of(model)
+    if not isinstance(source, tuple):
+        decoder.prepack()
+    shape, kind = decoder.shape, decoder.device.type
+    if kind not in PAGE_TOKENS:
+        raise UserError(f"device {kind}: the engine runs on cpu and cuda.")
+    longest = min(told.max_model_len or shape.context, shape.context)
+    slow = gpu.refuses(decoder, told.kv)
+    if slow and kind == "cuda":
+        warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=3)
+    size, storage = PAGE_TOKENS[kind], STORAGE[told.kv] if slow else POOLS[told.kv]
+    pages = told.pages
+    if pages is None:
+        token = storage.bytes_a_token(shape.layers, shape.kv_heads, shape.head_dim, decoder.dtype)
+        pages = _room(decoder.device, told.gpu_memory) // (token * size)
+        pages = min(pages, math.ceil(longest / size) * told.max_num_seqs)
+        if pages * size < longest:
+            raise UserError(
+                f"the cache has room for {pages * size} tokens, a text of max_model_len {longest} "
+                f"needs more. Lower max_model_len, or take another kv ({', '.join(FORMATS)})."
+            )
+    room = Room(
+        shape.layers, pages, size, shape.kv_heads, shape.head_dim, decoder.dtype, decoder.device
+    )
+    cache: Cache | Pool = storage(room)
+    budget = told.max_batched_tokens or BUDGET[kind]
+    texts = min(told.max_num_seqs, budget)
+    turn = turn_of(source, decoder, tokenizer, longest) if told.kv == "kv4" else None
+    runner: Runner
+    if isinstance(cache, Pool):
+        runner = gpu.GpuRunner(decoder, cache, texts, longest, turn, invariant=invariant)
+    else:
+        if isinstance(cache, Kv4):
+            cache.turn = turn
+        if isinstance(cache, Kv4Channels):
+            cache.set_ranges(stored_ranges(source))
+        runner = TorchRunner(decoder, cache)
+    kept = Pages(pages, size, told.prefix_caching)
+    return Engine(runner, tokenizer, kept, _eos(model, tokenizer), budget, texts, longest)
+
+
+def _room(device: torch.device, share: float) -> int:
+    """Bytes for the cache. On a GPU what is left of its share once the weights are there."""
+    if device.type == "cpu":
+        return CPU_CACHE
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1 - share) * total))
+
+
+def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    ends = {tokenizer.eos_token_id}
+    told = getattr(model.generation_config, "eos_token_id", None)
+    ends |= set(told) if isinstance(told, list) else {told}
+    return frozenset(end for end in ends if end is not None)

@@ -1,0 +1,83 @@
+"""Dense weights in oneDNN's order: the same products, stored once, and only of our own models."""
+
+import pytest
+import torch
+from test_decoder import causal, tiny_model
+from tiny import write_checkpoint
+from torch import nn
+
+from billfish.engine.llm import LLM
+from billfish.models import prepacked
+from billfish.models.decoder import Decoder
+from billfish.models.linear import QuantLinear
+from billfish.models.load import load
+from billfish.models.prepacked import Prepacked, prepack
+from billfish.schemes.w4a16 import W4A16
+
+LENGTHS = (5, 40, 1)
+works = pytest.mark.skipif(not prepacked._works(), reason="no bf16 products of oneDNN here")
+
+
+def logits(decoder):
+    torch.manual_seed(1)
+    tokens = torch.randint(decoder.shape.vocabulary, (sum(LENGTHS),))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return decoder.logits(decoder.forward(tokens, positions, causal(decoder, LENGTHS)))
+
+
+@works
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"]
+)
+def test_a_model_is_the_same_and_stored_once(architecture, tied):
+    model = tiny_model(architecture, torch.bfloat16, tie_word_embeddings=tied)
+    decoder = Decoder.of(model)
+    before, rows = logits(decoder), dict(model.named_modules())
+    decoder.prepack()
+    after = logits(decoder)
+    assert (after - before).abs().max() < 0.02 * before.abs().max()  # bf16, in another order
+    # What Decoder does not call any more is empty; a tied head is the embedding's, and stays.
+    left = {name for name, module in rows.items()
+            if type(module) is nn.Linear and module.weight.numel()}  # fmt: skip
+    assert left == ({"lm_head"} if tied else set())
+    assert len(decoder.embed.weight) == decoder.shape.vocabulary
+    products = [decoder.qkv(0), decoder.gate_up(0), decoder.layers[0].self_attn.o_proj]
+    assert all(isinstance(product, Prepacked) for product in products)
+    assert isinstance(decoder.head, Prepacked) is not tied
+
+
+@works
+def test_bias_and_shapes():
+    linear = nn.Linear(48, 40).bfloat16()
+    x = torch.randn(3, 7, 48).bfloat16()
+    wanted = linear(x)
+    packed = prepack(linear)
+    assert linear.weight.numel() == 0 and packed is not linear
+    for part in (x, x[0], x[0, :1]):
+        assert packed(part).shape == (*part.shape[:-1], 40)
+    assert torch.allclose(packed(x).float(), wanted.float(), rtol=0.02, atol=0.02)
+
+
+def test_what_is_not_dense_bf16_stays_as_it_is(monkeypatch):
+    dense = nn.Linear(64, 32)
+    assert prepack(dense) is dense and dense.weight.numel() == 2048
+    quant = QuantLinear(W4A16(group_size=32), 64, 32, dtype=torch.bfloat16)
+    assert prepack(quant) is quant
+    monkeypatch.setattr(prepacked, "_works", lambda: False)
+    half = dense.bfloat16()
+    assert prepack(half) is half and half.weight.numel() == 2048
+
+
+@works
+def test_a_model_of_the_caller_is_left_alone(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    model, tokenizer = load(path, torch.bfloat16)
+    ids = torch.arange(1, 20)
+    before = model(ids[None]).logits
+    with LLM.of(model, tokenizer) as theirs, LLM(path, dtype=torch.bfloat16) as ours:
+        assert isinstance(ours.engine.decoder.qkv(0), Prepacked)
+        assert not isinstance(theirs.engine.decoder.qkv(0), Prepacked)
+        (one,), (other,) = theirs.score([ids.tolist()]), ours.score([ids.tolist()])
+    assert torch.equal(model(ids[None]).logits, before)
+    assert torch.tensor(one).sub(torch.tensor(other)).abs().max() < 0.1
