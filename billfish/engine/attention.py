@@ -8,6 +8,7 @@ fp32 whatever the model's dtype: 16-bit softmax weights would differ between a c
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +65,21 @@ class _Chunk:
     keys: int
 
 
+class _Decode(NamedTuple):
+    """One query, and the pages of its keys: it sees `first` up to, not with, `behind`."""
+
+    row: int
+    pages: Tensor
+    first: int
+    behind: int
+
+
 @dataclass(frozen=True)
 class _Decodes:
     """One query each of several sequences, whose keys are padded to the same number."""
 
-    rows: Tensor  # (texts,)
+    rows: slice | Tensor
+    texts: int
     pages: Tensor  # (texts * pages of each,)
     keys: int  # of each
     hidden: Tensor  # (texts, 1, 1, keys): -inf for keys that are not seen, else 0
@@ -81,39 +92,41 @@ _Plan = list[_Chunk | _Decodes]
 def _plan(batch: Batch, page_tokens: int, window: int | None) -> _Plan:
     """Whole pages; of a window only those it still reaches."""
     plan: _Plan = []
-    alone: list[tuple[int, Tensor, int, int]] = []  # row, pages, first key seen, behind the last
+    decodes: list[_Decode] = []
     for i, (count, length) in enumerate(zip(batch.counts, batch.lengths, strict=True)):
         oldest = 0 if window is None else max(0, length - count - window + 1)
         first, behind = oldest // page_tokens, -(-length // page_tokens)
         assert behind <= len(batch.pages[i]), f"{length} tokens in {len(batch.pages[i])} pages"
         start, pages, before = batch.starts[i], batch.pages[i][first:behind], first * page_tokens
         if count == 1:
-            alone.append((start, pages, oldest - before, length - before))
+            decodes.append(_Decode(start, pages, oldest - before, length - before))
         else:
             plan.append(_Chunk(slice(start, start + count), pages, length - before))
-    alone.sort(key=lambda one: -len(one[1]))
-    while alone:
-        width = len(alone[0][1])
-        texts = sum(len(one[1]) > width * (1 - MOST_ADDED) for one in alone)
+    decodes.sort(key=lambda one: -len(one.pages))
+    while decodes:
+        width = len(decodes[0].pages)
+        texts = sum(len(one.pages) > width * (1 - MOST_ADDED) for one in decodes)
         texts = min(texts, max(1, READ_TOKENS // (width * page_tokens)))
-        plan.append(_padded(alone[:texts], width, page_tokens))
-        alone = alone[texts:]
+        plan.append(_padded(sorted(decodes[:texts], key=lambda one: one.row), width, page_tokens))
+        decodes = decodes[texts:]
     return plan
 
 
-def _padded(alone: list[tuple[int, Tensor, int, int]], width: int, page_tokens: int) -> _Decodes:
-    device = alone[0][1].device
-    keys = width * page_tokens
-    first, behind = torch.tensor([one[2:] for one in alone], device=device).T[..., None]
+def _padded(decodes: list[_Decode], width: int, page_tokens: int) -> _Decodes:
+    device, keys = decodes[0].pages.device, width * page_tokens
+    rows = [one.row for one in decodes]
+    in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
+    seen = torch.tensor([(one.first, one.behind) for one in decodes], device=device)
     place = torch.arange(keys, device=device)
-    unseen = (place < first) | (place >= behind)  # (texts, keys)
+    unseen = (place < seen[:, :1]) | (place >= seen[:, 1:])  # (texts, keys)
+    hidden = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, -torch.inf)
+    pages = [torch.cat((p, p[-1:].expand(width - len(p)))) for _, p, *_ in decodes]
     return _Decodes(
-        rows=torch.tensor([one[0] for one in alone], device=device),
-        pages=torch.cat([torch.cat((p, p[-1:].expand(width - len(p)))) for _, p, *_ in alone]),
+        rows=slice(rows[0], rows[-1] + 1) if in_a_row else torch.tensor(rows, device=device),
+        texts=len(rows),
+        pages=torch.cat(pages),
         keys=keys,
-        hidden=torch.zeros(unseen.shape, device=device).masked_fill_(unseen, -torch.inf)[
-            :, None, None
-        ],
+        hidden=hidden[:, None, None],
         unseen=unseen.flatten().nonzero().flatten(),
     )
 
@@ -148,23 +161,20 @@ class PagedAttention:
                 keys, values = keys.float().transpose(0, 1), values.float().transpose(0, 1)
                 out[part.rows] = self._chunk(queries[part.rows], keys, values, window)
             else:
-                out.index_copy_(0, part.rows, self._decodes(layer, queries, part))
+                out[part.rows] = self._decodes(layer, queries[part.rows], part)
         return out.view_as(q).to(q.dtype)
 
     def _decodes(self, layer: int, queries: Tensor, part: _Decodes) -> Tensor:
-        texts = len(part.rows)
-
         def seen(read: Tensor) -> Tensor:  # (texts, kv_heads, keys, head_dim)
             # Slots behind a sequence's end may hold anything, NaN too. Weighing them by 0 would not
             # do: 0 * NaN is NaN.
             clear = read.index_fill_(0, part.unseen, 0).float()
-            return clear.view(texts, part.keys, *clear.shape[1:]).transpose(1, 2)
+            return clear.view(part.texts, part.keys, *clear.shape[1:]).transpose(1, 2)
 
-        keys, values = map(seen, self.cache.read(layer, part.pages, texts * part.keys))
+        keys, values = map(seen, self.cache.read(layer, part.pages, part.texts * part.keys))
         # The heads of a group are its rows: (texts, kv_heads, group, head_dim).
-        mine = queries.index_select(0, part.rows)
         return scaled_dot_product_attention(
-            mine, keys, values, attn_mask=part.hidden, scale=self.scale
+            queries, keys, values, attn_mask=part.hidden, scale=self.scale
         )
 
     def _chunk(

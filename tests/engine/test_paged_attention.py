@@ -236,6 +236,38 @@ def test_a_window_reads_only_pages_it_reaches(monkeypatch):
     assert asked == [(text.pages[8:10].tolist(), 8), (text.pages[8:10].tolist(), 8)]
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    "lengths,read_tokens,reads",  # of pages of 4 tokens
+    [
+        ([21, 24, 22, 23], 96, [4 * 24]),
+        ([21, 24, 22, 23], 95, [3 * 24, 24]),  # the last does not fit
+        ([17, 36, 20, 25, 33], 999, [3 * 36, 2 * 20]),  # 17 and 20 are too short for 36
+    ],
+)
+def test_decodes_are_read_together(lengths, read_tokens, reads, layer, monkeypatch):
+    monkeypatch.setattr(attention, "READ_TOKENS", read_tokens)
+    cache = build()
+    nan = torch.full((PAGES * PAGE_TOKENS, 2, HEAD_DIM), torch.nan)
+    cache.write(layer, torch.arange(PAGES * PAGE_TOKENS), nan, nan)
+    paged, all_texts = PagedAttention(cache, SCALE, (None, None)), texts(lengths)
+    for text in all_texts:
+        step(paged, [(text, text.length - 1)], layer)
+    asked, read = [], cache.read
+
+    def watched(layer, pages, count):
+        asked.append(count)
+        return read(layer, pages, count)
+
+    monkeypatch.setattr(cache, "read", watched)
+    outs = step(paged, [(text, 1) for text in all_texts], layer)
+    monkeypatch.undo()
+    assert asked == reads
+    for text, out in zip(all_texts, outs, strict=True):
+        k, v = cache.read(layer, text.pages, text.length)
+        assert (out - dense(text.q, k, v, None)[-1:]).abs().max() < FP32
+
+
 def test_pages_of_another_request_serve_as_a_prefix():
     for kind in FORMATS.values():
         cache = build(kind)
