@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import transformers
 from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
 from billfish.bench.variants import DENSE, Request, Variant
-from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS
+from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS, apart
 from billfish.engine.cache import FORMATS
 from billfish.engine.core import Engine, RequestOutput
 from billfish.engine.llm import LLM
@@ -176,6 +177,9 @@ class Run:
                 self._keep()
 
     def load(self, variant: Variant) -> tuple[Any, Any]:
+        return apart(self.device.type, partial(self._load, variant))
+
+    def _load(self, variant: Variant) -> tuple[Any, Any]:
         self.say(f"{variant}: loading")
         if not self.request.random:
             return load(self.request.model, DENSE.get(self.request.dtype or "", "auto"),

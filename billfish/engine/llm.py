@@ -13,14 +13,13 @@ import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from billfish.engine.build import Settings, Source, build
+from billfish.engine.build import Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
@@ -55,8 +54,7 @@ class LLM:
             gpu_memory=gpu_memory, pages=pages, prefix_caching=prefix_caching,
             batch_invariant=batch_invariant,
         )  # fmt: skip
-        make = partial(build, path, settings)
-        self.engine = _apart(make) if device == "cpu" else make()
+        self.engine = apart(device, partial(build, path, settings))
         self.tokenizer = self.engine.tokenizer
         self.vocabulary = self.engine.decoder.shape.vocabulary
         self.max_model_len = self.engine.most_tokens
@@ -199,14 +197,6 @@ class LLM:
             )
         outputs = [Completion(index) for index in range(params.n)]
         return RequestOutput(f"request-{next(self._names)}", text, ids, outputs)
-
-
-def _apart(make: Callable[[], Engine]) -> Engine:
-    """In a thread that ends. OpenMP keeps a team of threads for each thread that has computed, and
-    once all teams together outnumber the cores none of them spins any more between two products:
-    steps of the engine's own thread took 20 % longer if the caller's had loaded the model."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(make).result()
 
 
 class _Worker:
