@@ -24,7 +24,7 @@ demo: $(VENV)/.base
 
 # One thread a process and two processes: threads of tiny matmuls only wait for each other.
 test: $(VENV)/.test lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

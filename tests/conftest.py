@@ -8,14 +8,20 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
+# Files that take a minute or more: begun first, so that no worker is left alone with one.
+LONG = ("test_real_model.py", "test_emulated.py", "test_compile.py", "test_cli.py",
+        "test_engine_kernels.py", "test_driver.py", "test_bench_serve.py", "test_attend.py",
+        "test_server_limits.py", "test_server_soak.py")  # fmt: skip
+torch.set_num_threads(1)  # tiny matmuls: threads cost more than they bring
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matmuls: threads cost more than they bring
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -343,8 +343,12 @@ def test_a_hessian_that_cannot_be_factored_is_reported(tmp_path, llama, text, mo
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
+from itertools import count
 from billfish.driver import Request, quantize
 from billfish.schemes.w4a16 import W4A16
+from billfish.solvers import gptq
+factor, calls = gptq.inverse_factor, count()
+gptq.inverse_factor = lambda hessian: factor(hessian) if next(calls) < 14 else None
 source, output = map(Path, sys.argv[1:])
 Request(source, output, W4A16(4, 128))
 torch.linalg.cholesky(torch.eye(64)) @ torch.eye(64)  # loads the maths libraries
@@ -355,7 +359,8 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def test_the_model_streams(tmp_path):
-    """Weights are at least 4 times the resident memory that quantizing them adds at its peak."""
+    """Weights are at least 4 times the resident memory that quantizing them adds at its peak. Two
+    blocks are solved; the others, of the same size, are rounded, in a tenth of the time."""
     wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 26}
     config = transformers.LlamaConfig(
         **wide, vocab_size=128, num_attention_heads=8, num_key_value_heads=4, bos_token_id=0,

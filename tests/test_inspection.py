@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
+from foreign_fixtures import write_case
 from tiny_checkpoint import all_tensors, edit_json, tiny_llama
 
 from billfish.driver import Request, quantize
@@ -20,20 +18,6 @@ FOREIGN = (
     "awq", "marlin", "marlin channel",
 )  # fmt: skip
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
-@pytest.fixture(scope="module")
-def foreign():
-    sys.path.insert(0, str(Path(__file__).parent / "models"))
-    return import_module("foreign_fixtures")
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +98,8 @@ def test_ours_against_the_files(made, model):
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_foreign_dialects(case, foreign, tmp_path):
-    model, schemes, _, stored = foreign.write_case(case, tmp_path)
+def test_foreign_dialects(case, tmp_path):
+    model, schemes, _, stored = write_case(case, tmp_path)
     found = inspect(tmp_path)
     names = {"gptq v2": "gptq_v2", "gptq desc_act": "gptq"}
     assert found["dialect"] == names.get(case, case.split()[0])

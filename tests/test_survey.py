@@ -3,13 +3,12 @@
 import json
 import shutil
 import struct
-import sys
-from importlib import import_module
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from foreign_fixtures import write_case
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import all_tensors, edit, edit_json, tiny_llama
 
@@ -22,20 +21,6 @@ from billfish.schemes.w4a16 import W4A16
 BLOCK0 = "model-00002-of-00003.safetensors"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 HEADER = 8  # bytes that say how long a safetensors header is
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
-@pytest.fixture(scope="module")
-def foreign():
-    sys.path.insert(0, str(Path(__file__).parent / "models"))
-    return import_module("foreign_fixtures")
 
 
 @pytest.fixture(scope="module")
@@ -249,23 +234,23 @@ def test_every_problem_is_collected(ours):
     assert found == {(BLOCK0, None), (last, name), ("generation_config.json", None)}
 
 
-def test_groups_out_of_range(foreign, tmp_path):
-    foreign.write_case("gptq desc_act", tmp_path)
+def test_groups_out_of_range(tmp_path):
+    write_case("gptq desc_act", tmp_path)
     name = f"{Q_PROJ}.g_idx"
     edit(tmp_path, "model.safetensors", lambda tensors: tensors[name].__setitem__(0, 99))
     problem = one_problem(tmp_path)
     assert problem["tensor"] == name and "99" in problem["problem"]
 
 
-def test_zeros_that_a_symmetric_config_denies(foreign, tmp_path):
-    foreign.write_case("gptq", tmp_path)
+def test_zeros_that_a_symmetric_config_denies(tmp_path):
+    write_case("gptq", tmp_path)
     name = f"{Q_PROJ}.qzeros"
     edit(tmp_path, "model.safetensors", lambda tensors: tensors[name].fill_(0))
     assert one_problem(tmp_path)["tensor"] == name
 
 
-def test_words_of_another_size_are_blamed_themselves(foreign, tmp_path):
-    _, _, _, stored = foreign.write_case("awq", tmp_path)
+def test_words_of_another_size_are_blamed_themselves(tmp_path):
+    _, _, _, stored = write_case("awq", tmp_path)
     name = f"{Q_PROJ}.qweight"
     wrong = torch.zeros(prod(stored[name].shape) // 32, 32, dtype=torch.int32)
     edit(tmp_path, "model.safetensors", lambda tensors: tensors.update({name: wrong}))

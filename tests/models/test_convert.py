@@ -30,14 +30,6 @@ register_when_imported()
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
 def tensors_of(path):
     checkpoint = Checkpoint(path)
     return {name: checkpoint.tensor(name) for name in checkpoint}

@@ -165,15 +165,6 @@ def vllms(directory: Path, prompts: list[list[int]], tensor_parallel: int) -> An
     return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small matrices on shared cores: a second thread makes them ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
 def small(request, tmp_path_factory) -> tuple[Path, Answer]:
     """A quantized small Llama and our answer, which is what it was made to recite."""

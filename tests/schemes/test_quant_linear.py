@@ -1,0 +1,128 @@
+"""QuantLinear with every scheme (every.py has the cases)."""
+
+import copy
+
+import pytest
+import torch
+from every import every_layer, same, seeded, stored
+
+from billfish.models.linear import QuantLinear
+from billfish.schemes.base import choose
+from billfish.schemes.w4a16 import W4A16
+
+
+def layer_of(scheme, n, k, bias=False, dtype=torch.bfloat16):
+    layer = QuantLinear(scheme, n, k, bias=bias, dtype=dtype)
+    layer.set_tensors(stored(scheme, n, k, dtype))
+    if bias:
+        layer.bias.data = torch.randn(n, generator=seeded(n, n)).to(dtype)
+    return layer
+
+
+def some_x(k, dtype=torch.bfloat16):
+    return torch.randn(5, k, generator=seeded(5, k)).to(dtype)
+
+
+@every_layer
+def test_linear_is_born_with_the_schemes_tensors(scheme, n, k):
+    layer = QuantLinear(scheme, n, k, bias=True, dtype=torch.float16, device="meta")
+    specs = scheme.tensors(n, k, torch.float16)
+    assert layer.state_dict().keys() == {*specs, "bias"}
+    for name, spec in specs.items():
+        assert spec.mismatch(layer.get_buffer(name)) is None
+    assert tuple(layer.bias.shape) == (n,) and layer.bias.dtype == torch.float16
+    assert layer.nbytes() == sum(spec.nbytes for spec in specs.values())
+    assert "not arranged" in repr(layer)
+    assert QuantLinear(scheme, n, k).bias is None
+
+
+@every_layer
+def test_linear_state_dict_is_canonical_whatever_happened(scheme, n, k):
+    tensors, layer = stored(scheme, n, k), layer_of(scheme, n, k, bias=True)
+    expected = {**tensors, "bias": layer.bias.data}
+    same(layer.state_dict(), expected)
+    for op in ("auto", "reference", "auto", "auto"):  # arranged twice and back
+        layer.arrange(op)
+        assert all(getattr(layer, name) is None for name in tensors)  # kept once, by the op
+        assert layer.nbytes() == layer.op.nbytes()
+        same(layer.state_dict(), expected)
+        same(layer.tensors(), tensors)
+        assert torch.equal(layer.weight, scheme.dequantize(tensors))
+
+
+@every_layer
+def test_linear_loads_a_state_dict(scheme, n, k):
+    source = layer_of(scheme, n, k, bias=True)
+    source.arrange()
+    fresh = QuantLinear(scheme, n, k, bias=True)
+    assert fresh.load_state_dict(source.state_dict()).missing_keys == []
+    assert torch.equal(fresh(some_x(k)), source(some_x(k)))
+    # Over an arranged layer with other numbers: the old ones must be gone.
+    other = layer_of(scheme, n, k, bias=True)
+    changed = {**other.tensors(), "weight_scale": other.tensors()["weight_scale"] * 2}
+    other.set_tensors(changed)
+    other.arrange()
+    assert not torch.equal(other(some_x(k)), source(some_x(k)))
+    other.load_state_dict(source.state_dict())
+    assert torch.equal(other(some_x(k)), source(some_x(k)))
+    broken = source.state_dict()
+    del broken["weight_scale"]
+    with pytest.raises(RuntimeError, match="weight_scale"):
+        other.load_state_dict(broken)
+    same(source.state_dict(), other.state_dict())
+
+
+@every_layer
+def test_linear_forward_and_set_tensors(scheme, n, k):
+    layer, x = layer_of(scheme, n, k, bias=True), some_x(k)
+    op = choose(scheme, n, k, torch.device("cpu"))
+    y = layer(x)  # arranges by itself
+    assert layer.op.name == op.name and op.name in repr(layer)
+    assert torch.equal(y, op(scheme, stored(scheme, n, k))(x) + layer.bias)
+    tensors = stored(scheme, n, k)
+    tensors["weight_scale"] = tensors["weight_scale"] * 4
+    layer.set_tensors(tensors)
+    assert layer.op is None
+    assert torch.equal(layer(x), op(scheme, tensors)(x) + layer.bias)
+    with pytest.raises(KeyError, match="weight_shape"):
+        layer.set_tensors({name: tensors[name] for name in tensors if name != "weight_shape"})
+
+
+@every_layer
+def test_linear_to_float32_keeps_the_numbers(scheme, n, k):
+    for op in ("auto", "reference"):
+        layer = layer_of(scheme, n, k, bias=True)
+        weight = layer.weight
+        layer.arrange(op)
+        name = layer.op.name
+        assert layer.to(torch.float32) is layer
+        assert layer.op.name == name and layer.bias.dtype == torch.float32
+        assert layer.tensors()["weight_scale"].dtype == torch.float32
+        assert layer.tensors()["weight_packed"].dtype == torch.int32
+        assert torch.equal(layer.weight, weight)
+        x = some_x(k, torch.float32)
+        exact = x.double() @ weight.double().T + layer.bias.double()
+        assert torch.allclose(layer(x).double(), exact, rtol=1e-5, atol=1e-5 * float(exact.std()))
+
+
+@every_layer
+def test_linear_deepcopy_is_independent(scheme, n, k):
+    layer, x = layer_of(scheme, n, k), some_x(k)
+    layer.arrange()
+    y = layer(x)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), y)
+    changed = {**twin.tensors(), "weight_scale": twin.tensors()["weight_scale"] * 2}
+    twin.set_tensors(changed)
+    assert not torch.equal(twin(x), y)
+    assert torch.equal(layer(x), y)
+
+
+def test_linear_inside_a_model_speaks_by_name():
+    model = torch.nn.Sequential(layer_of(W4A16(4, 32), 64, 96), layer_of(W4A16(8, 32), 24, 64))
+    names = {f"{i}.{part}" for i in (0, 1) for part in W4A16().tensors(1, 128, torch.float16)}
+    assert model.state_dict().keys() == names
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model(some_x(96))
+    same(model.state_dict(), before)
+    assert not list(model.parameters())  # nothing to train by accident
