@@ -164,6 +164,7 @@ class Run:
         with LLM.of(
             model,
             tokenizer,
+            given=True,
             kv=variant.kv,
             max_model_len=request.tokens,
             max_num_seqs=max(batches),

@@ -115,7 +115,7 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
         if own.request.random:
             tokenizer = numbered(model.config.vocab_size)
         # No prefix cache: prompts are drawn from few tokens, and none shall be free.
-        llm = LLM.of(model, tokenizer, kv=variant.kv, max_num_seqs=own.sequences,
+        llm = LLM.of(model, tokenizer, given=True, kv=variant.kv, max_num_seqs=own.sequences,
                      max_model_len=max(own.tokens, sum(ALONE)), prefix_caching=False)  # fmt: skip
         settings = Settings(str(variant), port=0)
         bound = bind(settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +30,15 @@ BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy
 CPU_CACHE = 2**30  # bytes, unless told
 STORAGE = {**FORMATS, **CALIBRATED}
 Made = TypeVar("Made")
-Source = Path | str | tuple[Any, Any]  # a checkpoint, or a model and its tokenizer
+
+
+class Loaded(NamedTuple):
+    model: Any
+    tokenizer: Any
+    given: bool  # nobody else has the model
+
+
+Source = Path | str | Loaded
 
 
 @dataclass(frozen=True)
@@ -60,15 +68,15 @@ class Settings:
 
 
 def build(source: Source, told: Settings) -> Engine:
-    if isinstance(source, tuple):
-        model, tokenizer = source
-    else:
-        model, tokenizer = load(source, told.dtype, told.device, told.batch_invariant)
+    loaded = source if isinstance(source, Loaded) else Loaded(
+        *load(source, told.dtype, told.device, told.batch_invariant), given=True
+    )  # fmt: skip
+    model, tokenizer = loaded.model, loaded.tokenizer
     invariant = told.batch_invariant or any(
         isinstance(layer, QuantLinear) and layer.asked == "invariant" for layer in model.modules()
     )
     decoder = Decoder.of(model)
-    if not isinstance(source, tuple):
+    if loaded.given:
         decoder.prepack()
     shape, kind = decoder.shape, decoder.device.type
     if kind not in PAGE_TOKENS:

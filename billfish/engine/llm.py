@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from billfish.engine.build import Settings, Source, apart, build
+from billfish.engine.build import Loaded, Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
@@ -33,7 +33,7 @@ class LLM:
 
     def __init__(
         self,
-        path: Source,  # a tuple comes from `of`
+        path: Source,  # Loaded: `of`
         *,
         kv: str = "kv16",
         dtype: str | torch.dtype = "auto",
@@ -62,15 +62,16 @@ class LLM:
         self._worker = _Worker(self.engine)
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, **settings: Any) -> "LLM":
+    def of(cls, model: Any, tokenizer: Any, given: bool = False, **settings: Any) -> "LLM":
         """Of a model that is in memory, where and in the dtype it is; it is not freed by `close`.
-        Settings are those of LLM that are not about loading."""
+        One that is given is the engine's alone from now on: on a CPU its weights are stored anew,
+        as LLM does with its own. Settings are those of LLM that are not about loading."""
         if told := sorted(settings.keys() & {"dtype", "device", "batch_invariant"}):
             raise UserError(
                 f"LLM.of with {', '.join(told)}: the model is loaded, which settles it. Say it to "
                 "billfish.load, or give LLM the checkpoint's path."
             )
-        return cls((model, tokenizer), **settings)
+        return cls(Loaded(model, tokenizer, given), **settings)
 
     def generate(
         self,

@@ -158,10 +158,9 @@ class Decoder:
                 parts = [getattr(module, name) for name in names if hasattr(module, name)]
                 products[index] = prepack(products[index], *parts)
             attention.o_proj, mlp.down_proj = prepack(attention.o_proj), prepack(mlp.down_proj)
-        if self.head.weight is self.embed.weight:
-            # Stored twice then: a lookup needs rows. It is 5 % of a step of SmolLM2.
-            self.head.weight = nn.Parameter(self.head.weight.data, requires_grad=False)
-        self.head = prepack(self.head)
+        # A tied head is stored twice then: a lookup needs rows. It is 5 % of a step of SmolLM2.
+        tied = type(self.head) is nn.Linear and self.head.weight is self.embed.weight
+        self.head = prepack(self.head, keep=tied)
 
     @torch.no_grad()
     def forward(

@@ -22,16 +22,16 @@ class Prepacked(nn.Module):
         return y
 
 
-def prepack(linear: Any, *parts: nn.Linear) -> Any:
-    """The linear in that order. It is empty from now on, and so are its parts, the views of its
-    rows: no weight is stored twice. What is no dense linear of bf16 on a CPU comes back as it is.
-    """
+def prepack(linear: Any, *parts: nn.Linear, keep: bool = False) -> Any:
+    """The linear in that order. Unless told to keep it, it is empty from now on, and so are its
+    parts, the views of its rows: no weight is stored twice. What is no dense linear of bf16 on a
+    CPU comes back as it is."""
     if type(linear) is not nn.Linear or linear.weight.dtype != torch.bfloat16:
         return linear
     if linear.weight.device.type != "cpu" or not _works():
         return linear
     packed = Prepacked(linear.weight.data, None if linear.bias is None else linear.bias.data)
-    for each in (linear, *parts):
+    for each in () if keep else (linear, *parts):
         each.weight.data = each.weight.data.new_empty(0)
     return packed
 

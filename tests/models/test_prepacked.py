@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_decoder import causal, tiny_model
+from test_decoder import causal, packed, tiny_model
 from tiny import write_checkpoint
 from torch import nn
 
@@ -37,8 +37,8 @@ def test_a_model_is_the_same_and_its_linears_are_empty(architecture, tied):
     decoder.prepack()
     after = logits(decoder)
     assert (after - before).abs().max() < 0.02 * before.abs().max()  # bf16, in another order
-    linears = [module for module in modules if type(module) is nn.Linear]
-    assert linears and all(linear.weight.numel() == 0 for linear in linears)
+    full = [m for m in modules if type(m) is nn.Linear and m.weight.numel()]
+    assert full == ([model.lm_head] if tied else [])
     assert len(decoder.embed.weight) == decoder.shape.vocabulary  # a tied head's, too
     layer = decoder.layers[0]
     products = [decoder.qkv(0), layer.self_attn.o_proj, decoder.gate_up(0), layer.mlp.down_proj]
@@ -50,11 +50,11 @@ def test_bias_and_shapes():
     linear = nn.Linear(48, 40).bfloat16()
     x = torch.randn(3, 7, 48).bfloat16()
     wanted = linear(x)
-    packed = prepack(linear)
-    assert linear.weight.numel() == 0 and packed is not linear
-    for part in (x, x[0], x[0, :1]):
-        assert packed(part).shape == (*part.shape[:-1], 40)
-    assert torch.allclose(packed(x).float(), wanted.float(), rtol=0.02, atol=0.02)
+    made = prepack(linear)
+    assert linear.weight.numel() == 0 and made is not linear
+    for part in (x, x[0], x[0, :1], x[0, :0]):
+        assert made(part).shape == (*part.shape[:-1], 40)
+    assert torch.allclose(made(x).float(), wanted.float(), rtol=0.02, atol=0.02)
 
 
 def test_what_is_not_dense_bf16_stays_as_it_is(monkeypatch):
@@ -65,6 +65,19 @@ def test_what_is_not_dense_bf16_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(prepacked, "_works", lambda: False)
     half = dense.bfloat16()
     assert prepack(half) is half and half.weight.numel() == 2048
+
+
+@works
+def test_packed_linears_among_dense_ones():
+    model = tiny_model("LlamaForCausalLM", torch.bfloat16)
+    attention, scheme = model.model.layers[0].self_attn, W4A16(group_size=32)
+    for module, name in ((model, "lm_head"), (attention, "k_proj")):
+        setattr(module, name, packed(getattr(module, name), scheme, torch.bfloat16))
+    decoder = Decoder.of(model)
+    before = logits(decoder)
+    decoder.prepack()
+    assert decoder.head is model.lm_head and attention.q_proj.weight.numel()
+    assert (logits(decoder) - before).abs().max() <= 0.02 * before.abs().max()
 
 
 @works
@@ -79,3 +92,5 @@ def test_a_model_of_the_caller_is_left_alone(tmp_path):
         (one,), (other,) = theirs.score([ids.tolist()]), ours.score([ids.tolist()])
     assert torch.equal(model(ids[None]).logits, before)
     assert torch.tensor(one).sub(torch.tensor(other)).abs().max() < 0.1
+    with LLM.of(model, tokenizer, given=True) as given:
+        assert isinstance(given.engine.decoder.qkv(0), Prepacked)
