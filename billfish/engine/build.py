@@ -84,7 +84,7 @@ def build(source: Source, told: Settings) -> Engine:
     longest = min(told.max_model_len or shape.context, shape.context)
     slow = gpu.refuses(decoder, told.kv)
     if slow and kind == "cuda":
-        warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=3)
+        warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=4)
     size, storage = PAGE_TOKENS[kind], STORAGE[told.kv] if slow else POOLS[told.kv]
     pages = told.pages
     if pages is None:
