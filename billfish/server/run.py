@@ -135,6 +135,8 @@ def run(llm: LLM, settings: Settings, bound: socket.socket, say: Callable[[str],
             await server.serve([bound])
         finally:
             await asyncio.to_thread(llm.close)  # its thread knows this loop
+            if left := server.server_state.tasks:  # of a second signal: they were told just now
+                await asyncio.wait(left, timeout=2)
 
     asyncio.run(serve())
 
