@@ -42,4 +42,4 @@ test-vllm: $(VENV)/.test
 	bash scripts/test_vllm.sh
 
 clean:
-	rm -rf $(VENV) .venv-vllm demo build *.egg-info
+	rm -rf $(VENV) .venv-vllm demo-output build *.egg-info

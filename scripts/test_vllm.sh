@@ -28,8 +28,8 @@ if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
 fi
 
 if [ -z "${BILLFISH_SMOLLM2:-}" ]; then
-    export BILLFISH_SMOLLM2=$PWD/demo/SmolLM2-135M-Instruct
-    mkdir -p demo
+    export BILLFISH_SMOLLM2=$PWD/demo-output/SmolLM2-135M-Instruct
+    mkdir -p demo-output
     PYTHONPATH=scripts${PYTHONPATH:+:$PYTHONPATH} .venv/bin/python -c '
 import os
 from pathlib import Path
