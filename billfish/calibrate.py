@@ -41,7 +41,7 @@ class BlockJob:
     paths: list[str]
     scheme: W4A16
     method: str
-    dtype: torch.dtype  # of stored scales
+    stored_dtype: torch.dtype  # of scales
     arguments: Arguments | None = None  # None: no calibration data (rtn)
 
     def solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
@@ -127,7 +127,7 @@ class BlockJob:
         size = stacked.shape[1] if self.scheme.group_size == -1 else self.scheme.group_size
         factor = awq.search_fold(
             stacked, known.hessian, known.magnitude, source.row_of_column, self.scheme.grid, size,
-            self.dtype,
+            self.stored_dtype,
         )  # fmt: skip
         for path in group:
             masters[path] = masters[path] * factor
@@ -150,7 +150,7 @@ class BlockJob:
         self, paths: list[str], weight: Tensor, statistics: Statistics | None, on_linear: OnLinear
     ) -> None:
         """Solve linears stacked along n and give each its share."""
-        solved = quantize(self.scheme, weight, statistics, self.method, self.dtype)
+        solved = quantize(self.scheme, weight, statistics, self.method, self.stored_dtype)
         start = 0
         for path in paths:
             module = self._linear(path)
@@ -161,7 +161,7 @@ class BlockJob:
             start = end
 
     def _weights(self, paths: list[str]) -> Tensor:
-        """Stacked fp32 weights as the checkpoint has them, before any cast to the running dtype."""
+        """Stacked fp32 weights as the checkpoint has them, before any other cast."""
         names = [f"{self.model.block_prefix(self.index)}{path}.weight" for path in paths]
         tensors = [self.model.read(self.model.stored[name]).float() for name in names]
         return torch.cat(tensors).to(self.model.device)

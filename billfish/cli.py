@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from billfish import cli_bench, cli_kernels, cli_serve, show
+from billfish.cli_bench import Dtype, DtypeOption
 from billfish.errors import Interrupted, UserError
 
 app = typer.Typer(
@@ -46,13 +47,6 @@ class SchemeName(StrEnum):
     w4a16 = "w4a16"
 
 
-class Dtype(StrEnum):
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
 class Format(StrEnum):
     gptq = "gptq"
     awq = "awq"
@@ -78,7 +72,7 @@ Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
 Seqlen = Annotated[int, typer.Option(min=16, help="Their longest length in tokens.")]
 Seed = Annotated[int, typer.Option(help="Decides which sequences are taken.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
-DtypeOption = Annotated[
+StoredDtype = Annotated[
     Dtype,
     typer.Option(help="Of scales and unquantized tensors; auto: the model's, fp32 becomes bf16."),
 ]
@@ -98,6 +92,7 @@ def plan(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.auto,
+    stored_dtype: StoredDtype = Dtype.auto,
     json_: Json = False,
 ) -> None:
     """Say what quantizing would do, before any work: sizes, true bits, what is skipped, memory,
@@ -117,6 +112,7 @@ def plan(
         seed,
         device,
         dtype,
+        stored_dtype,
     )
     _print(make_plan(request), json_, show.plan)
 
@@ -136,6 +132,7 @@ def quantize(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.auto,
+    stored_dtype: StoredDtype = Dtype.auto,
     resume: Annotated[
         bool | None,
         typer.Option(
@@ -157,13 +154,14 @@ def quantize(
     if kv not in (None, "kv4"):
         raise UserError(f"--kv {kv}: known is kv4; kv16 and kv8 need no calibration.")
     request = _request(
-        model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype
-    )
+        model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype,
+        stored_dtype,
+    )  # fmt: skip
     try:
         with show.progress(quiet=json_) as tell:
             result = run(request, resume, tell)
         if kv is not None:
-            result["kv"] = calibrate_kv(output, data, seed, device)
+            result["kv"] = calibrate_kv(output, data, seed, device, dtype.value)
     except Interrupted:
         show.error("interrupted. Finished blocks are on disk; the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
@@ -217,7 +215,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Windows or questions per task.")] = None,
     kl: Annotated[bool, typer.Option("--kl/--no-kl", help="KL divergence to --baseline.")] = True,
     seqlen: Annotated[int | None, typer.Option(help="Window length; 2048 or the model's.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="To run in.")] = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     device: Device = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 4,
     report: Annotated[
@@ -264,11 +262,12 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Nucleus of the distribution to draw from.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="To run in.")] = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     device: Device = "cpu",
     json_: Json = False,
 ) -> None:
     """Generate text, streamed, and say how fast."""
+    from billfish.compute import name_of
     from billfish.generate import Sampling
     from billfish.generate import generate as run
     from billfish.models.load import load
@@ -285,6 +284,7 @@ def generate(
             show.stream(piece)
     result = {
         "text": text,
+        "dtype": name_of(loaded.dtype),
         "prompt_tokens": timing.prompt_tokens,
         "tokens": timing.tokens,
         "prompt_seconds": timing.prompt_seconds,
@@ -308,7 +308,7 @@ def doctor(json_: Json = False) -> None:
 
 def _request(
     model: str, output: Path, method: Method, bits: int, group_size: int, sym: bool, data: str,
-    nsamples: int, seqlen: int, seed: int, device: str, dtype: Dtype,
+    nsamples: int, seqlen: int, seed: int, device: str, dtype: Dtype, stored: Dtype,
 ) -> Any:  # fmt: skip
     import torch
 
@@ -319,7 +319,8 @@ def _request(
     return Request(
         model=resolve(model), output=output, scheme=W4A16(bits, group_size, sym),
         method=method.value, data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device,
-        dtype=None if dtype == Dtype.auto else getattr(torch, dtype.value),
+        dtype=dtype.value,
+        stored_dtype=None if stored == Dtype.auto else getattr(torch, stored.value),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,18 @@ from billfish import show, show_bench
 from billfish.errors import UserError
 
 PEER_NUMBERS = ("k", "n", "m", "us", "cublas_us")
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="To compute in; auto: the model's, on a CPU fp32 if that is faster.")
+]
 
 app = typer.Typer(name="bench", help="Measure speed.", no_args_is_help=True)
 
@@ -203,9 +216,7 @@ def generate(
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s of the memory, for the roof. Known: H200.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of activations: fp16, bf16, fp32. GPU: fp16, CPU: bf16.")
-    ] = None,
+    dtype: DtypeOption = Dtype.auto,
     group_size: Annotated[
         int, typer.Option(help="Of random w4a16 weights; -1: a whole row.")
     ] = 128,
@@ -250,14 +261,14 @@ def generate(
         request = asked.Request(
             model=config or model or "",
             random=is_random,
-            variants=asked.parse_variants(variants or asked.usual(is_random, chosen)),
+            variants=asked.parse_variants(variants or asked.usual(is_random, chosen, dtype.value)),
             batches=asked.parse_batches(batch),
             input=input_,
             output=output,
             rounds=rounds,
             memory=None if memory is None else asked.parse_bytes(memory),
             bandwidth=None if bandwidth is None else bandwidth * 1e12,
-            dtype=dtype,
+            dtype=dtype.value,
             group_size=group_size,
             max_batched_tokens=max_batched_tokens,
         )

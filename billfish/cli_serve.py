@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from billfish import cli_bench, show, show_bench
+from billfish.cli_bench import Dtype, DtypeOption
 from billfish.errors import UserError
 
 INSTALL = "pip install 'billfish[serve]'"
@@ -42,6 +43,7 @@ def serve(
         float, typer.Option(help="Of the card, weights and cache together.")
     ] = 0.9,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: DtypeOption = Dtype.auto,
     api_key: Annotated[
         str | None, typer.Option(envvar="BILLFISH_API_KEY", help="Asked of every client.")
     ] = None,
@@ -62,6 +64,7 @@ def serve(
         llm = LLM(
             model,
             kv=kv.value,
+            dtype=dtype.value,
             device=device,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -88,6 +91,7 @@ def bench_serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Of own servers.")] = 64,
     device: Annotated[str, typer.Option(help="Of own servers: auto, cpu or cuda.")] = "auto",
+    dtype: DtypeOption = Dtype.auto,
     rate: Annotated[
         str, typer.Option(help="Requests a second, a list; inf: all at once.")
     ] = "1,2,4",
@@ -119,8 +123,11 @@ def bench_serve(
             "model's name."
         )
     url = target if target is not None and "://" in target else None
-    if url is not None and variants is not None:
-        raise UserError("--variants are of own servers: drop it, or give a checkpoint or --config.")
+    for name, given in (("--variants", variants), ("--dtype", dtype != Dtype.auto)):
+        if url is not None and given:
+            raise UserError(
+                f"{name} is for own servers: drop it, or give a checkpoint or --config."
+            )
     load = Load(
         url or "http://127.0.0.1", parse_rates(rate), requests, parse_range("--input", input_),
         parse_range("--output", output), model, api_key, seed,
@@ -135,7 +142,7 @@ def bench_serve(
             result = measure(load, say, keep)
         else:
             result = _own(load, config or target or "", config is not None, variants,
-                          max_num_seqs, device, say, keep)  # fmt: skip
+                          max_num_seqs, device, dtype.value, say, keep)  # fmt: skip
     show_bench.served(result)
     if json_ is not None:
         show.out.print(f"written: {json_}", markup=False)
@@ -149,14 +156,15 @@ def bench_serve(
 
 def _own(
     load: Any, model: str, random: bool, variants: str | None, sequences: int, device: str,
-    say: Callable[[str], None], keep: Callable[[dict[str, Any]], None],
+    dtype: str, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:  # fmt: skip
     need_server()
     from billfish.bench import own_server
     from billfish.bench import variants as asked
 
-    wanted = asked.parse_variants(variants or asked.usual(random, asked.device_of(device)))
-    request = asked.Request(model=model, random=random, variants=wanted)
+    usual = asked.usual(random, asked.device_of(device), dtype)
+    wanted = asked.parse_variants(variants or usual)
+    request = asked.Request(model=model, random=random, variants=wanted, dtype=dtype)
     if sequences < 1:
         raise UserError(f"--max-num-seqs {sequences}: at least 1.")
     tokens = load.input[1] + load.output[1]

@@ -46,7 +46,7 @@ class Linear:
 @dataclass(frozen=True)
 class Rates:
     fp32: float  # flops a second
-    running: float  # the same in the dtype of the calibration passes
+    running: float  # the same in the type of the calibration passes
     solver: float  # seconds a weight, besides its products
 
 
@@ -67,7 +67,7 @@ def estimate(job: Job, linears: list[Linear], tokens: int, bytes_after: int) -> 
     config = job.model.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None) or max(linear.k for linear in linears)
     twice = 2 if job.request.method == "gptq" else 1  # it follows the original model too
-    activations = tokens * hidden * job.running.itemsize * twice
+    activations = tokens * hidden * job.dtype.itemsize * twice
     memory = estimate_memory(job, linears, groups, activations)
     companions = [job.source.path / name for name in COPIED]
     result = bytes_after + sum(path.stat().st_size for path in companions if path.is_file())
@@ -85,7 +85,7 @@ def estimate(job: Job, linears: list[Linear], tokens: int, bytes_after: int) -> 
 def estimate_memory(
     job: Job, linears: list[Linear], groups: list[list[tuple[int, int]]], activations: int
 ) -> dict[str, int]:
-    method, width, every = job.request.method, job.running.itemsize, [g for b in groups for g in b]
+    method, width, every = job.request.method, job.dtype.itemsize, [g for b in groups for g in b]
     model = job.model
     counts = {name: parameter.numel() for name, parameter in model.model.named_parameters()}
     blocks = [
@@ -166,7 +166,7 @@ def measure(job: Job) -> Rates:
     size = 1024
     source = torch.Generator(device=device).manual_seed(0)
     left = torch.randn(size, size, device=device, generator=source)
-    fast = left.to(job.running)
+    fast = left.to(job.dtype)
     fp32 = 2 * size**3 / seconds(lambda: left @ left, PROBE_SECONDS)
     running = 2 * size**3 / seconds(lambda: fast @ fast, PROBE_SECONDS)
 
@@ -180,8 +180,8 @@ def measure(job: Job) -> Rates:
         if known is not None and request.method == "awq":
             share = torch.arange(k, device=device)
             hessian, grid = known.hessian, scheme.grid
-            awq.search_fold(weight, hessian, known.magnitude, share, grid, group, job.dtype)
-        quantize(scheme, weight, known, request.method, job.dtype)
+            awq.search_fold(weight, hessian, known.magnitude, share, grid, group, job.stored_dtype)
+        quantize(scheme, weight, known, request.method, job.stored_dtype)
 
     spent = seconds(solve, 0)
     beyond = max(0.0, spent - products(request.method, n, k) / fp32)

@@ -27,12 +27,13 @@ from transformers import AutoTokenizer
 
 from billfish.calibrate import BlockJob, Hidden
 from billfish.calibration import SAMPLE, Calibration, calibration
+from billfish.compute import compute_dtype, name_of
 from billfish.errors import UserError
 from billfish.formats.grid import group_count
 from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.compressed import write_config
-from billfish.models.hf import Checkpoint, read_json
+from billfish.models.hf import Checkpoint, read_json, stored_dtype
 from billfish.provenance import data_digest, sampled_digest, versions
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.quantize import METHODS, NEEDS_DATA, Solved
@@ -55,7 +56,9 @@ class Request:
     seqlen: int = 1024
     seed: int = 0
     device: str = "cpu"
-    dtype: torch.dtype | None = None  # of scales and of what stays unquantized; None: the model's
+    dtype: str | torch.dtype = "auto"  # that calibration computes in
+    # Of scales and of what stays unquantized; None: the model's, bf16 for an fp32 model.
+    stored_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -103,10 +106,12 @@ class Job:
     def __init__(self, request: Request, source: Checkpoint) -> None:
         self.request, self.source, self.output = request, source, request.output
         self.state = request.output / JOB
-        self.dtype = request.dtype or stored_dtype(source)
-        # fp16 has no fast CPU path and overflows; the calibration passes then run in fp32.
-        self.running = torch.float32 if self.dtype == torch.float16 else self.dtype
-        self.model = StreamedModel(source, self.running, torch.device(request.device))
+        own = stored_dtype(source.path)
+        self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
+        # fp16 overflows: for what is stored in it calibration computes in fp32, on a GPU, too.
+        wide = torch.float32 if self.stored_dtype == torch.float16 else self.stored_dtype
+        self.dtype = compute_dtype(wide, request.device, request.dtype)
+        self.model = StreamedModel(source, self.dtype, torch.device(request.device))
         self.shards = len(self.model.blocks) + 1
         self.skipped = {
             name: reason for name, _, _, reason in self.linear_fates() if reason is not None
@@ -149,7 +154,8 @@ class Job:
             "seqlen": request.seqlen,
             "seed": request.seed,
             "device": request.device,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "stored_dtype": name_of(self.stored_dtype),
+            "dtype": name_of(self.dtype) if NEEDS_DATA[request.method] else None,
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),
             "model_samples_sha256": sampled_digest([self.source.path / shard for shard in shards]),
             "versions": versions(),
@@ -198,9 +204,11 @@ class Job:
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             details = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
+            told = before.get("dtype") if "dtype" in changed else None
+            other = f", with --dtype {told}" if told else ""
             raise UserError(
                 f"{self.output}: holds a job made another way ({details}). "
-                "Run that command again, or start over with --fresh."
+                f"Run that command again{other}, or start over with --fresh."
             )
 
     # -- running
@@ -264,7 +272,7 @@ class Job:
             module = linear.weight.removesuffix(".weight")
             tensors = request.scheme.pack(solved.codes, solved.scales, solved.zeros)
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
-            bits = request.scheme.bits_per_weight(linear.n, linear.k, self.dtype)
+            bits = request.scheme.bits_per_weight(linear.n, linear.k, self.stored_dtype)
             layers.append({
                 "name": prefix + path, "n": linear.n, "k": linear.k,
                 "bits_per_weight": round(bits, 4), "error": solved.error, "note": solved.note,
@@ -272,7 +280,9 @@ class Job:
             progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
             on_progress(progress)
 
-        job = BlockJob(model, index, paths, request.scheme, request.method, self.dtype, arguments)
+        job = BlockJob(
+            model, index, paths, request.scheme, request.method, self.stored_dtype, arguments
+        )
         with torch.inference_mode():
             job.solve(hidden, settle)
         self._write_block(index, packed)
@@ -296,12 +306,12 @@ class Job:
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        cast = tensor.to(self.dtype)
+        cast = tensor.to(self.stored_dtype)
         problem = files.first_nonfinite(name, cast)
         if problem:
             raise UserError(
-                f"{problem} once it is cast to {self.dtype}: too large for it. "
-                "Choose --dtype bfloat16 or float32."
+                f"{problem} once it is cast to {self.stored_dtype}: too large for it. "
+                "Choose --stored-dtype bfloat16 or float32."
             )
         return cast
 
@@ -315,8 +325,8 @@ class Job:
         )
 
     def _write_block(self, index: int, packed: dict[str, Tensor]) -> None:
-        """Packed linears, and everything else of the block as it is now: AWQ may have scaled
-        norms."""
+        """Packed linears, and everything else as the source has it; what AWQ has scaled, as it is
+        now, in the type that calibration computes in."""
         prefix = self.model.block_prefix(index)
         parameters = {
             stored: self.model.model.get_parameter(name)
@@ -326,8 +336,11 @@ class Job:
         tensors = dict(packed)
         for name in self.model.stored_block(index):
             if name.removesuffix(".weight") + ".weight_packed" not in packed:
-                tensor = parameters[name].data if name in parameters else self.model.read(name)
-                tensors[name] = self._cast(name, tensor).cpu()
+                tensor = self.model.read(name)
+                now = parameters[name].data.cpu() if name in parameters else tensor
+                if not torch.equal(now, tensor.to(now.dtype)):
+                    tensor = now
+                tensors[name] = self._cast(name, tensor)
         files.write_shard(self._shard(index + 1), tensors)
 
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
@@ -352,7 +365,7 @@ class Job:
         files.copy_companions(self.source.path, self.output)
         config = dict(self.source.config)
         config.pop("torch_dtype", None)
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        config["dtype"] = name_of(self.stored_dtype)
         config["quantization_config"] = write_config(request.scheme, sorted(self.skipped))
         files.write_json(self.output / "config.json", config)
         blocks = range(len(self.model.blocks))
@@ -376,13 +389,6 @@ class Job:
         files.write_json(self.output / REPORT, report)
         files.finish(self.output, [self._shard(i).name for i in range(self.shards)])
         shutil.rmtree(self.state)
-
-
-def stored_dtype(source: Checkpoint) -> torch.dtype:
-    """The 16-bit type the result is stored in: the model's own, or bfloat16 for an fp32 model."""
-    name = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), torch.float32)
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def return_freed_memory() -> None:

@@ -22,9 +22,11 @@ SAMPLES = 8  # texts of 512 tokens: twice what a model without this takes when i
 
 
 @torch.inference_mode()
-def calibrate_kv(path: Path, data: str, seed: int, device: str = "cpu") -> dict[str, Any]:
+def calibrate_kv(
+    path: Path, data: str, seed: int, device: str = "cpu", dtype: str = "auto"
+) -> dict[str, Any]:
     """Writes the file, and the manifest anew; says what it did."""
-    model, tokenizer = load(path, device=device)
+    model, tokenizer = load(path, dtype, device)
     decoder = Decoder.of(model)
     shape = decoder.shape
     given = calibration(data, tokenizer, SAMPLES, min(TOKENS, shape.context), seed)

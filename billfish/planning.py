@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from billfish.calibration import Calibration
+from billfish.compute import name_of
 from billfish.costs import Linear, estimate
 from billfish.driver import Job, Request
 from billfish.errors import UserError
@@ -48,8 +49,8 @@ def plan(request: Request) -> dict[str, Any]:
         "architecture": type(job.model.model).__name__,
         "method": request.method,
         "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
-        "dtype": str(job.dtype).removeprefix("torch."),
-        "running_dtype": str(job.running).removeprefix("torch."),
+        "stored_dtype": name_of(job.stored_dtype),
+        "dtype": name_of(job.dtype),
         "device": request.device,
         "calibration": None if data is None else {
             "source": data.source, "sequences": len(data.sequences), "tokens": tokens,
@@ -113,17 +114,17 @@ def layer_row(job: Job, linear: Linear) -> dict[str, Any]:
     n, k, scheme = linear.n, linear.k, job.request.scheme
     stored = job.model.stored.get(f"{linear.module}.weight")  # None: tied to another tensor
     before = 0 if stored is None else job.source.entries[stored].nbytes
-    parts = {"weight": n * k * job.dtype.itemsize if stored else 0}
+    parts = {"weight": n * k * job.stored_dtype.itemsize if stored else 0}
     if linear.skip is None:
-        parts = {part: spec.nbytes for part, spec in scheme.tensors(n, k, job.dtype).items()}
-    dense = job.dtype.itemsize * 8.0
+        parts = {part: spec.nbytes for part, spec in scheme.tensors(n, k, job.stored_dtype).items()}
+    dense = job.stored_dtype.itemsize * 8.0
     return {
         "module": linear.module,
         "n": n,
         "k": k,
         "scheme": scheme.name if linear.skip is None else None,
         "skip": linear.skip,
-        "bits_per_weight": dense if linear.skip else scheme.bits_per_weight(n, k, job.dtype),
+        "bits_per_weight": dense if linear.skip else scheme.bits_per_weight(n, k, job.stored_dtype),
         "bytes_before": before,
         "bytes_after": sum(parts.values()),
         "stored": parts,
@@ -135,14 +136,14 @@ def result_bytes(job: Job) -> dict[str, int]:
     """Bytes of what each tensor of the source becomes."""
     packed = {
         job.model.stored[f"{module}.weight"]: sum(
-            spec.nbytes for spec in job.request.scheme.tensors(n, k, job.dtype).values()
+            spec.nbytes for spec in job.request.scheme.tensors(n, k, job.stored_dtype).values()
         )
         for module, n, k, skip in job.linear_fates()
         if skip is None
     }
     return {
         name: packed[name] if name in packed
-        else prod(entry.shape) * job.dtype.itemsize if entry.dtype.is_floating_point
+        else prod(entry.shape) * job.stored_dtype.itemsize if entry.dtype.is_floating_point
         else entry.nbytes
         for name, entry in job.source.entries.items()
     }  # fmt: skip

@@ -197,6 +197,7 @@ def plan(result: Result) -> None:
         ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
         ("true bits", f"{totals['bits_per_weight']:.3f} per quantized weight, "
                       f"{totals['model_bits_per_weight']:.3f} over the whole model"),
+        ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
         ("tensor parallel", ", ".join(map(str, tp["possible"]))),
         ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
         ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),

@@ -18,6 +18,7 @@ import torch
 
 import billfish  # noqa: F401  registers packed loading with transformers
 from billfish import show
+from billfish.compute import cpu_type
 from billfish.driver import REPORT, Request, quantize
 from billfish.errors import UserError
 from billfish.evaluate.report import write_report
@@ -97,7 +98,7 @@ def main() -> None:
     show.quantized(result)
 
     show.out.print("\n[bold]2. measure[/]  perplexity on the shipped text sample, before and after")
-    measure = EvalRequest(output, ("sample",), source, kl=True, limit=6, dtype="bfloat16",
+    measure = EvalRequest(output, ("sample",), source, kl=True, limit=6, dtype=cpu_type().name,
                           command="make demo")  # fmt: skip
     with show.status() as say:
         scores = evaluate(measure, say)

@@ -15,12 +15,12 @@ ALLOWED = {
     "solvers": {"formats"},
     "kernels": set(),
     "schemes": {"formats", "solvers", "kernels"},
-    "models": {"formats", "schemes"},
-    "engine": {"formats", "kernels", "models"},
+    "models": {"compute", "formats", "schemes"},
+    "engine": {"compute", "formats", "kernels", "models"},
     "server": {"engine"},
-    "integrations": {"models", "schemes", "formats"},
-    "evaluate": {"models", "engine"},
-    "bench": {"models", "schemes", "kernels", "engine", "evaluate", "server"},
+    "integrations": {"compute", "models", "schemes", "formats"},
+    "evaluate": {"compute", "models", "engine"},
+    "bench": {"compute", "models", "schemes", "kernels", "engine", "evaluate", "server"},
 }
 LEAVES = {"errors", "version"}  # may be imported by everyone
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -54,6 +54,11 @@ def test_no_arrow_points_up(path):
         assert name in LEAVES | {room} | ALLOWED[room], f"{room} imports {name}"
     hidden = set(imports(path, inside_functions=True)) - {room} - LEAVES
     assert not hidden, f"{path.name} imports {hidden} inside a function: that is where cycles hide"
+
+
+def test_compute_stands_above_the_models():
+    assert set(imports(PACKAGE / "compute.py", False)) <= LEAVES
+    assert not set(imports(PACKAGE / "compute.py", True))
 
 
 def test_nothing_that_serves_imports_the_solvers():

@@ -43,7 +43,7 @@ def test_every_architecture_becomes_a_checkpoint_that_runs(tmp_path, text, archi
     source = write_checkpoint(tmp_path / "source", architecture)
     scheme = W4A16(bits=8, group_size=32, symmetric=False)
     wanted = request(
-        source, tmp_path / "out", text, method=method, scheme=scheme, dtype=torch.float32
+        source, tmp_path / "out", text, method=method, scheme=scheme, stored_dtype=torch.float32
     )
     report = quantize(wanted)
     assert not (tmp_path / "out" / JOB).exists()
@@ -241,7 +241,7 @@ def test_values_too_large_for_fp16_are_named(tmp_path, llama, text):
     tensors["model.norm.weight"][2] = 1e6
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight holds inf at \[2\] once it is cast"):
-        quantize(request(llama, tmp_path / "out", text, dtype=torch.float16))
+        quantize(request(llama, tmp_path / "out", text, stored_dtype=torch.float16))
 
 
 def test_errors_name_what_is_wrong_and_write_nothing(tmp_path, llama, text):

@@ -52,7 +52,7 @@ def tp_of(result):
 def test_sizes_are_those_of_the_result(case, tied, tmp_path):
     tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
     scheme, dtype = CASES[case]
-    request = Request(tmp_path / "dense", tmp_path / "out", scheme, "rtn", dtype=dtype)
+    request = Request(tmp_path / "dense", tmp_path / "out", scheme, "rtn", stored_dtype=dtype)
     planned = plan(request)
     assert not (tmp_path / "out").exists()
     quantize(request)
@@ -209,7 +209,8 @@ def test_estimates(method, llama, text, tmp_path):
     else:
         report = quantize(request)
         assert planned["calibration"]["tokens"] == report["calibration"]["tokens"]
-        states = planned["calibration"]["tokens"] * 64 * 2  # hidden size, bf16
+        width = getattr(torch, planned["dtype"]).itemsize
+        states = planned["calibration"]["tokens"] * 64 * width  # hidden size
         assert found["memory"]["activations"] == states * (2 if method == "gptq" else 1)
         assert found["time"]["passes"] > 0 and found["time"]["statistics"] > 0
     most = max(part for name, part in found["memory"].items() if name != "process")

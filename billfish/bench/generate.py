@@ -26,7 +26,8 @@ import transformers
 
 from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
-from billfish.bench.variants import DENSE, Request, Variant
+from billfish.bench.variants import DENSE, Request, Variant, type_of
+from billfish.compute import name_of
 from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS, apart
 from billfish.engine.cache import FORMATS
 from billfish.engine.core import Engine, RequestOutput
@@ -140,7 +141,7 @@ class Run:
         budget = request.max_batched_tokens or BUDGET[self.device.type]
         fit = min((memory - held) // sequence, budget)
         into |= {
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": name_of(model.dtype),
             "weight_bytes": held,
             "read_bytes": read,  # of the weights, every step
             "kv_bytes_a_token": token,
@@ -183,10 +184,8 @@ class Run:
     def _load(self, variant: Variant) -> tuple[Any, Any]:
         self.say(f"{variant}: loading")
         if not self.request.random:
-            return load(self.request.model, DENSE.get(self.request.dtype or "", "auto"),
-                        str(self.device))  # fmt: skip
-        own = self.request.dtype or ("fp16" if self.device.type == "cuda" else "bf16")
-        dtype = DENSE.get(variant.weights) or DENSE[own]
+            return load(self.request.model, self.request.dtype, str(self.device))
+        dtype = DENSE.get(variant.weights) or type_of(self.device, self.request.dtype)
         scheme = None if variant.weights in DENSE else W4A16(group_size=self.request.group_size)
         model = random_model.skeleton(self.config, dtype)
         planned = random_model.planned_bytes(model, scheme)

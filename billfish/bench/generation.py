@@ -1,14 +1,15 @@
 """Prefill and decode of a packed model against its original, in one process, interleaved.
 
     python -m billfish.bench.generation PACKED ORIGINAL [PROMPT_TOKENS [NEW_TOKENS [ROUNDS]]]
+                                        [--dtype float32]
 
-Both run in bf16 through transformers. Machines are shared and noisy, so a claim about speed is a
-ratio of medians of one run; the JSON has every round.
+Both run through transformers, in one type: that in which this CPU computes. Machines are shared
+and noisy, so a claim about speed is a ratio of medians of one run; the JSON has every round.
 """
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from billfish.compute import DTYPES, compute_dtype, name_of
+from billfish.models.hf import stored_dtype
 from billfish.models.linear import QuantLinear
 
 
@@ -40,11 +43,17 @@ def one_round(model: Any, prompt: torch.Tensor, new_tokens: int, into: Rounds) -
 
 
 def compare(
-    packed: str, original: str, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 7
+    packed: str,
+    original: str,
+    prompt_tokens: int = 512,
+    new_tokens: int = 32,
+    rounds: int = 7,
+    dtype: str = "auto",
 ) -> dict[str, Any]:
     """Medians, ratios (above 1: the packed model is faster) and every round."""
+    chosen = compute_dtype(stored_dtype(packed), "cpu", dtype)
     models = {
-        name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        name: AutoModelForCausalLM.from_pretrained(path, dtype=chosen)
         for name, path in (("original", original), ("packed", packed))
     }
     size = models["original"].config.vocab_size
@@ -69,6 +78,7 @@ def compare(
         "decode_ratio": ratio["decode_seconds"],
         "decode_tokens_per_second": {n: 1 / m["decode_seconds"] for n, m in medians.items()},
         "weights_over_bf16": sum(m.nbytes() for m in layers) / dense,
+        "dtype": name_of(chosen),
         "prompt_tokens": prompt_tokens,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -79,5 +89,10 @@ def compare(
 if __name__ == "__main__":
     import billfish  # noqa: F401  registers packed loading
 
-    numbers = [int(argument) for argument in sys.argv[3:]]
-    print(json.dumps(compare(sys.argv[1], sys.argv[2], *numbers), indent=2))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("packed")
+    parser.add_argument("original")
+    for name, usual in (("prompt_tokens", 512), ("new_tokens", 32), ("rounds", 7)):
+        parser.add_argument(name, type=int, nargs="?", default=usual)
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    print(json.dumps(compare(**vars(parser.parse_args())), indent=2))

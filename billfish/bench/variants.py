@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from billfish.bench.shapes import words
+from billfish.compute import DTYPES, compute_dtype
 from billfish.engine.cache import FORMATS
 from billfish.errors import UserError
 from billfish.schemes.w4a16 import W4A16
@@ -38,7 +39,7 @@ class Request:
     rounds: int = 3
     memory: int | None = None  # bytes, of weights and cache together
     bandwidth: float | None = None  # bytes a second
-    dtype: str | None = None  # of what packed weights are multiplied with
+    dtype: str = "auto"  # that packed and stored weights are computed in; dense ones name theirs
     group_size: int = 128
     max_batched_tokens: int | None = None  # of a step; None: the engine's
 
@@ -51,8 +52,8 @@ class Request:
                 raise UserError(f"--{name} {given}: give {least} or more.")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError("--bandwidth: TB/s, above 0, such as 4.54.")
-        if self.dtype is not None and self.dtype not in DENSE:
-            raise UserError(f"--dtype {self.dtype!r}: known are {', '.join(DENSE)}.")
+        if self.dtype not in ("auto", *DTYPES):
+            raise UserError(f"--dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}.")
         for variant in self.variants:
             if self.random and variant.weights == STORED:
                 raise UserError(
@@ -81,11 +82,18 @@ def device_of(text: str) -> torch.device:
     return torch.device("cuda" if there and text != "cpu" else "cpu")
 
 
-def usual(random: bool, device: torch.device) -> str:
+def type_of(device: torch.device, dtype: str = "auto") -> torch.dtype:
+    """That a model without files computes in: one of fp16 on a GPU, of bf16 elsewhere."""
+    stored = torch.float16 if device.type == "cuda" else torch.bfloat16
+    return compute_dtype(stored, device, dtype)
+
+
+def usual(random: bool, device: torch.device, dtype: str = "auto") -> str:
     """Variants, if none are named."""
     if not random:
         return f"{STORED}+kv16"
-    return "fp16+kv16,w4a16+kv16" if device.type == "cuda" else "bf16+kv16,w4a16+kv16"
+    own = next(name for name, known in DENSE.items() if known == type_of(device, dtype))
+    return f"{own}+kv16,{W4A16.name}+kv16"
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from billfish import compute
 from billfish.errors import UserError
 from billfish.evaluate.tasks import (
     TASKS,
@@ -24,7 +25,7 @@ from billfish.evaluate.tasks import (
     task_bytes,
 )
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *compute.DTYPES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class EvalRequest:
     data_dir: str | Path | None = None
     limit: int | None = None  # samples of a zero-shot task, windows of a text
     seqlen: int | None = None  # None: 2048, or what model and baseline can take
-    dtype: str = "auto"  # of both; auto is what each checkpoint says
+    dtype: str = "auto"  # both compute in it; auto: by what each has stored, and where
     device: str = "cpu"
     batch_size: int = 4  # zero-shot requests per forward
     command: str | None = None  # what the user typed, for the record

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from billfish.compute import compute_dtype, name_of
 from billfish.errors import UserError
 from billfish.evaluate.estimate import Estimate, exp_difference, finite, ratio_of_means
 from billfish.evaluate.perplexity import (
@@ -38,6 +39,7 @@ from billfish.evaluate.request import (
     versions,
 )
 from billfish.evaluate.tasks import TASKS, read_text, run_task
+from billfish.models.hf import stored_dtype
 
 __all__ = ["EvalRequest", "evaluate"]
 
@@ -54,7 +56,7 @@ class Loaded:
 
     @property
     def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
+        return name_of(self.model.dtype)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Load
     }
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(path),
-        dtype="auto" if request.dtype == "auto" else getattr(torch, request.dtype),
+        dtype=compute_dtype(stored_dtype(path), request.device, request.dtype),
         trust_remote_code=False,
         local_files_only=True,
     )

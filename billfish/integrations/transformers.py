@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from billfish.compute import compute_dtype, cpu_type, name_of
 from billfish.errors import UserError
 from billfish.models.compressed import CompressedTensors
 from billfish.models.dialect import Dialect, refuse_unknown
@@ -100,6 +101,7 @@ class BillfishQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        warn_if_slow(model.dtype, kwargs.get("device_map"))
         held = tensor_names(checkpoint_files or ())
         parts: dict[str, list[str]] = {}
         for tensor in held:
@@ -195,6 +197,19 @@ def was_loaded(tensor: Tensor) -> bool:
     go, every load fails here: loudly, never with random weights.
     """
     return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def warn_if_slow(dtype: torch.dtype, device_map: Any) -> None:
+    """transformers takes the type of config.json, whatever the CPU is fast in. Without a device_map
+    a model may yet go to a GPU, if there is one."""
+    devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
+    stays = devices == {"cpu"} or not (devices or torch.cuda.is_available())
+    if stays and dtype != (fast := compute_dtype(dtype, "cpu")):
+        logger.warning_once(
+            f"the model is loaded in {name_of(dtype)}, in which this CPU is slow: {cpu_type().why}."
+            f" Pass dtype=torch.{name_of(fast)} to from_pretrained, or use billfish.load, which "
+            "chooses."
+        )
 
 
 def prepare_kernels(waiting: Sequence[tuple[str, StoredLinear]]) -> None:

@@ -117,6 +117,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def stored_dtype(path: Path | str) -> torch.dtype:
+    """Of a checkpoint's numbers: as its config.json says, else as the first of them are."""
+    config = read_config(Path(path))
+    told = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    if isinstance(told, torch.dtype):
+        return told
+    held = (entry.dtype for entry in Checkpoint(path).entries.values())
+    return next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf8"))

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from billfish.models.hf import read_config
+from billfish.compute import compute_dtype
+from billfish.models.hf import stored_dtype
 from billfish.models.linear import QuantLinear
 
 
@@ -18,15 +19,12 @@ def load(
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a dense or packed checkpoint directory.
 
+    It computes in `dtype`; auto: on a GPU what is stored, on a CPU what compute.py chooses.
+
     With `batch_invariant` packed layers give a row the same bits whatever batch it is in; the rest
     of the model is PyTorch's and promises nothing of the kind.
     """
-    config = read_config(Path(path))
-    if dtype == "auto":
-        stored = config.get("dtype") or config.get("torch_dtype")
-        # fp16 has no fast path on a CPU; bf16 has, and the packed codes are the same.
-        packed_half = stored == "float16" and device == "cpu" and "quantization_config" in config
-        dtype = torch.bfloat16 if packed_half else "auto"
+    dtype = compute_dtype(stored_dtype(path), device, dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model.to(device)  # type: ignore[arg-type]

