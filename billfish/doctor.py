@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from billfish.compute import VARIABLE, cpu_type
 from billfish.errors import UserError
 from billfish.kernels import jit
 from billfish.kernels.cache import directory as cache_directory
@@ -68,7 +69,7 @@ EXTRAS = {  # package -> (extra, what it is for)
 def diagnose() -> list[Finding]:
     found = [python(), *(package(wanted) for wanted in REQUIRED)]
     found += [extra(name) for name in EXTRAS]
-    found += [cpu(), threads(), int4_kernel(), gpu(), nvrtc(), kernels()]
+    found += [cpu(), compute(), threads(), int4_kernel(), gpu(), nvrtc(), kernels()]
     found += [cache(), disk(), hub()]
     return found
 
@@ -140,6 +141,16 @@ def cpu() -> Finding:
         fix = "unset ATEN_CPU_CAPABILITY" if "ATEN_CPU_CAPABILITY" in os.environ else None
         return Finding("cpu", "note", f"{detail}: without vector instructions all is slow.", fix)
     return Finding("cpu", "ok", detail)
+
+
+def compute() -> Finding:
+    """The type in which the CPU computes what is stored in 16 bits."""
+    try:
+        chosen = cpu_type()
+    except UserError as error:
+        return Finding("cpu type", "problem", str(error), f"unset {VARIABLE}")
+    detail = f"models of 16 bits compute in {chosen.name} on this CPU: {chosen.why}."
+    return Finding("cpu type", "ok", f"{detail} --dtype or {VARIABLE} can say otherwise.")
 
 
 def usable_cores() -> int:
