@@ -73,6 +73,16 @@ class GatedOp(Protocol):
         """(..., k) -> (..., n): all gates, then all ups."""
 
 
+def watched(x: Tensor) -> bool:
+    """A compiler, a dispatch mode or autograd wants to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or x.requires_grad
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def together(parts: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, list[Tensor]]:
     """One tensor of all parts, and the parts as views of it."""
     whole = torch.cat(list(parts), dim)

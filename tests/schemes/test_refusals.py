@@ -17,7 +17,7 @@ from every import (
 from billfish.errors import UserError
 from billfish.kernels import jit
 from billfish.schemes.base import choose
-from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16 import W4A16, cpu
 
 QUESTIONS = [(*case, device) for case in CASES for device in DEVICES]
 
@@ -26,7 +26,7 @@ def no_nvrtc():
     raise UserError("not here")
 
 
-# What this machine may not be: (compute capability of its GPU, whether NVRTC is there).
+# What this machine may not be: (compute capability of its GPU, whether NVRTC and LLVM are there).
 MACHINES = [None, ((7, 5), True), ((9, 0), True), ((9, 0), False), ((10, 0), True)]
 
 
@@ -39,6 +39,7 @@ def ask_everything(op):
                 patch.setattr(torch.cuda, "get_device_capability", lambda index, m=machine: m[0])
                 if not machine[1]:
                     patch.setattr(jit, "version", no_nvrtc)
+                    patch.setattr(cpu, "find_spec", lambda name: None)
             yield from (op.refuses(*question) for question in QUESTIONS)
 
 

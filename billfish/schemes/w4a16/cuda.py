@@ -21,7 +21,7 @@ from billfish.errors import UserError
 from billfish.kernels import jit, meeting, tensor_map
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.launch import Loaded
-from billfish.schemes.base import Tensors, together
+from billfish.schemes.base import Tensors, together, watched
 from billfish.schemes.w4a16 import arrange, batch, columns, stripe, tile
 from billfish.schemes.w4a16.gated import RUN, Gated, apart, interleaved
 from billfish.schemes.w4a16.instances import (
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH_ARCH", "KINDS", "CudaOp", "InvariantOp", "Kind", "Plan", "StripeOp", "linear", "plan",
-    "prepare", "programs", "watched",
+    "prepare", "programs",
 ]  # fmt: skip
 PANEL_THREADS = 256  # panel.cuh
 # Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
@@ -239,16 +239,6 @@ def _fake(
     gated: bool = False,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n // 2 if gated else n)
-
-
-def watched(x: Tensor) -> bool:
-    """A compiler, a dispatch mode or autograd wants to see the operator."""
-    return (
-        torch.compiler.is_compiling()
-        or x.requires_grad
-        or type(x) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 class CudaOp:

@@ -1,0 +1,92 @@
+"""The processor kernels are compiled for: how wide its vectors are, how it multiplies bytes, and
+its threads, which are those of PyTorch.
+
+BILLFISH_CPU_ISA names less than the processor has, to see what a smaller one would do.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from billfish.errors import UserError
+
+VARIABLE = "BILLFISH_CPU_ISA"
+
+
+@dataclass(frozen=True)
+class Isa:
+    name: str
+    needs: frozenset[str]  # features, by LLVM's names
+    lanes: int  # 32-bit numbers in a vector
+    rows: tuple[int, ...]  # rows of x in a tile of two vectors of outputs, as registers allow
+    dot: Literal["vnni", "pairs", "neon", "plain"]  # the instruction, see kernels/llvm.py
+
+
+_ALL = (
+    Isa("avx512vnni", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}), 16,
+        (4, 2, 1), "vnni"),
+    Isa("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"}), 16, (4, 2, 1), "pairs"),
+    Isa("avxvnni", frozenset({"avx2", "fma", "f16c", "avxvnni"}), 8, (2, 1), "vnni"),
+    Isa("avx2", frozenset({"avx2", "fma", "f16c"}), 8, (2, 1), "pairs"),
+    Isa("dotprod", frozenset({"dotprod"}), 4, (4, 2, 1), "neon"),
+    Isa("plain", frozenset(), 4, (2, 1), "plain"),
+)  # fmt: skip
+ISAS = {each.name: each for each in _ALL}  # fastest first
+
+
+@cache
+def features() -> frozenset[str]:
+    """Of this processor, by LLVM's names."""
+    import llvmlite.binding as llvm  # 0.1 s, and a GPU needs none of it
+
+    found = llvm.get_host_cpu_features()
+    return frozenset(name for name in found if found[name])
+
+
+@cache
+def isa() -> Isa:
+    """The first that this processor has, or the one that BILLFISH_CPU_ISA names."""
+    here = [each for each in _ALL if each.needs <= features()]
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return here[0]
+    for each in here:
+        if each.name == named:
+            return each
+    raise UserError(
+        f"{VARIABLE}={named}: this processor has {', '.join(each.name for each in here)}. "
+        "Choose one of them, or unset it."
+    )
+
+
+def multiplies_bf16() -> bool:
+    """By matrices, so fast that decoding weights to bf16 pays for many rows."""
+    return "amx-bf16" in features() or {"bf16", "neon"} <= features()
+
+
+# -- threads
+
+
+@cache
+def openmp() -> dict[str, int] | None:
+    """Addresses in the OpenMP that PyTorch itself has loaded: a second one, with threads of its
+    own, would wait for cores that the first one's spin on."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
+    if library is None:
+        return None
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        loaded = ctypes.CDLL(str(library))
+        found = {name: ctypes.cast(loaded[name], ctypes.c_void_p).value for name in names}
+    except (AttributeError, OSError):
+        return None
+    return {name: address for name, address in found.items() if address is not None}
+
+
+def threads() -> int:
+    return torch.get_num_threads() if openmp() else 1
