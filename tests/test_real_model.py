@@ -8,6 +8,7 @@ import torch
 from demo import smollm2
 
 from billfish import LLM, SamplingParams
+from billfish.compute import cpu_type
 from billfish.driver import Request, quantize
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.generate import Sampling, generate
@@ -40,9 +41,8 @@ def sample_ids(original):
 
 
 def perplexity(model, baseline):
-    request = EvalRequest(
-        model, ("sample",), baseline, kl=True, limit=4, seqlen=512, dtype="bfloat16"
-    )
+    dtype = cpu_type().name  # for the original, too, which is stored in fp32
+    request = EvalRequest(model, ("sample",), baseline, kl=True, limit=4, seqlen=512, dtype=dtype)
     (task,) = evaluate(request)["tasks"]
     return task["model"]["value"], task["baseline"]["value"], task["kl"]["value"]
 
@@ -82,7 +82,7 @@ def test_kv4_keeps_the_model_good(packed, sample_ids):
 
 
 def test_a_needle_in_4k_tokens_is_found_in_four_bits(original, sample_ids):
-    with LLM(original, kv="kv4", dtype=torch.bfloat16, max_model_len=4200) as llm:
+    with LLM(original, kv="kv4", dtype=cpu_type().dtype, max_model_len=4200) as llm:
         said, asked = (
             llm.tokenizer(f"\n\nThe secret password of the old harbour is '{word}").input_ids
             for word in ("marlin seven four two'.\n\n", "")

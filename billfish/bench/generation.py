@@ -86,9 +86,7 @@ def compare(
     }
 
 
-if __name__ == "__main__":
-    import billfish  # noqa: F401  registers packed loading
-
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("packed")
     parser.add_argument("original")
@@ -96,3 +94,7 @@ if __name__ == "__main__":
         parser.add_argument(name, type=int, nargs="?", default=usual)
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
     print(json.dumps(compare(**vars(parser.parse_args())), indent=2))
+
+
+if __name__ == "__main__":
+    main()
