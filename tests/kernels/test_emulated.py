@@ -2,18 +2,18 @@
 
 ptx.cuh, mma.cuh and wgmma.cuh are replaced by C++ in which a thread is a fiber, products are PTX's
 definition over 32 or 128 lanes, shared memory has bounds, and copies land when they like. All else
-is compiled as it is. Needs g++. What it cannot see: speed, rounding inside the tensor cores, loads
-that end later than they were begun, registers that a wgmma in flight still reads.
+is compiled as it is. What it cannot see: speed, rounding inside the tensor cores, loads that end
+later than they were begun, registers that a wgmma in flight still reads.
 """
 
 import re
-import shutil
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
 
 import billfish
@@ -28,7 +28,7 @@ TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
 THREADS = {"decode": tile.THREADS, "stripe": stripe.THREADS, "batch": batch.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+pytestmark = needs_compiler
 
 # kernel, n, k, scheme, dtype, SMs, tokens. With 4 SMs (2 clusters, or 4 where there is much):
 # 65 to 130 outputs are passes of one band, 250 of two, 600 of up to four and several passes.
@@ -58,16 +58,13 @@ def compiled(tmp_path_factory):
             if text is not None:
                 source = folder / f"{len(known)}.cuh"
                 source.write_text(text)
-            known[key] = folder / f"run{len(known)}"
             tokens, bands = arguments.split(",")[-2:]
-            command = [
-                "g++", "-O1", "-std=c++20", "-w", f"-I{HERE}",
+            known[key] = compile_cpp(
+                HERE / "run.cpp", folder / f"run{len(known)}", f"-I{HERE}",
                 f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
                 f"-D{kernel.upper()}", f"-DTHREADS={THREADS[kernel]}",
-                f"-DTOKENS={tokens}", f"-DBANDS={bands}",
-                f"-DKERNEL=w4a16_{kernel}<{arguments}>", HERE / "run.cpp", "-o", known[key],
-            ]  # fmt: skip
-            subprocess.run(command, check=True)
+                f"-DTOKENS={tokens}", f"-DBANDS={bands}", f"-DKERNEL=w4a16_{kernel}<{arguments}>",
+            )  # fmt: skip
         return known[key]
 
     return build

@@ -1,13 +1,11 @@
 """small.cuh, draw.cuh and store.cuh on the emulated GPU, launched by Fused on the CPU's tensors.
 
-The kernels' own text is compiled by g++ into a library (emulator/engine.cpp); a stand-in for
+The kernels' own text is compiled into a library (emulator/engine.cpp); a stand-in for
 launch.Loaded calls it with the arguments that a GPU would get. Then the same text for real GPUs.
 """
 
 import ctypes
 import re
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from cpp_compiler import compile_cpp, needs_compiler
 from test_compile import complaints
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -45,7 +44,6 @@ EVERY = list(
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_size = pytest.mark.parametrize("head_dim", (64, 128))
 every_kind = pytest.mark.parametrize("kind", POOLS)
-emulator = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
 class Emulated:
@@ -69,13 +67,11 @@ def library(folder, source, programs, text=None):
         source = folder / source.name
         source.write_text(text)
     (folder / "instances.h").write_text("".join(f"ENTRY({each.name})\n" for each in programs))
-    target = folder / "engine.so"
-    command = [
-        "g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", f"-I{HERE}",
+    target = compile_cpp(
+        HERE / "engine.cpp", folder / "engine.so", "-shared", "-fPIC", f"-I{HERE}",
         f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
-        f'-DINSTANCES="{folder / "instances.h"}"', HERE / "engine.cpp", "-o", target,
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
+        f'-DINSTANCES="{folder / "instances.h"}"',
+    )  # fmt: skip
     return ctypes.CDLL(str(target))
 
 
@@ -170,7 +166,7 @@ def nearly(one, other, rarely=0.01):
     return off.max() <= 2 and (off > 0).sum() <= 1 + rarely * off.numel()
 
 
-@emulator
+@needs_compiler
 @every_dtype
 @pytest.mark.parametrize("width", [8, 264, 2048, 4104, 8200, 16384])
 def test_rms_norm(on_cpu, dtype, width):
@@ -191,7 +187,7 @@ def test_rms_norm(on_cpu, dtype, width):
     assert torch.equal(alone, out[2:3]), "a row depends on the others"
 
 
-@emulator
+@needs_compiler
 @every_dtype
 def test_swiglu(on_cpu, dtype):
     run = Case("kv16", 64, dtype).fused
@@ -215,7 +211,7 @@ DRAWS = [
 ]  # fmt: skip
 
 
-@emulator
+@needs_compiler
 @every_dtype
 @pytest.mark.parametrize("width", [1003, 9000])
 def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
@@ -238,7 +234,7 @@ def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
     assert torch.equal(found[:, 1].view(torch.float32), logits.float().amax(-1))
 
 
-@emulator
+@needs_compiler
 @every_dtype
 def test_embed_and_the_best_token(on_cpu, dtype):
     run = Case("kv16", 64, dtype).fused
@@ -260,7 +256,7 @@ def test_embed_and_the_best_token(on_cpu, dtype):
     assert torch.equal(out, table[[8, 39, 11]])
 
 
-@emulator
+@needs_compiler
 def test_what_no_kernel_can_do_is_refused(on_cpu):
     run, x = Case("kv16", 64, torch.float16).fused, torch.zeros(1, 20, dtype=torch.float16)
     with pytest.raises(ValueError, match="norm of 20"):
@@ -277,7 +273,7 @@ def test_what_no_kernel_can_do_is_refused(on_cpu):
 # -- the pool
 
 
-@emulator
+@needs_compiler
 @every_kind
 @every_size
 @every_dtype
@@ -298,7 +294,7 @@ def test_store_and_gather(on_cpu, kind, head_dim, dtype):
         assert torch.equal(got[:4], read[slots.long()]) and (got[4] == 7).all()
 
 
-@emulator
+@needs_compiler
 @pytest.mark.parametrize("kind", ["kv8", "kv4"])
 @every_dtype
 def test_extremes_are_coded_as_pool_does(on_cpu, kind, dtype):
@@ -319,7 +315,7 @@ def test_extremes_are_coded_as_pool_does(on_cpu, kind, dtype):
         assert one.isnan().any() == other.isnan().any()
 
 
-@emulator
+@needs_compiler
 @every_size
 @every_dtype
 def test_heads_are_normed_first(on_cpu, head_dim, dtype):
@@ -352,7 +348,7 @@ def turn_of(layers, kv_heads, head_dim):
     return Turn(mean, *matrices, carry)
 
 
-@emulator
+@needs_compiler
 @every_size
 @every_dtype
 @pytest.mark.parametrize("group", [1, 3, 8, 12])
@@ -379,7 +375,7 @@ def test_turned(on_cpu, head_dim, dtype, group):
         assert (one != other).float().mean() < 0.01
 
 
-@emulator
+@needs_compiler
 @every_size
 @every_dtype
 def test_extremes_are_carried_as_pool_does(on_cpu, head_dim, dtype):
@@ -415,7 +411,7 @@ MISTAKES = [
 ]
 
 
-@emulator
+@needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
 def test_the_emulator_sees_mistakes(on_cpu, libraries, mistake, tmp_path):
     name, pattern, replacement = mistake

@@ -5,12 +5,11 @@
 #include "launch.h"
 
 int main(int, char** arguments) {
-    lot.seed(atoi(arguments[1]));
-    int v[4];
-    for (int i = 0; i < 4; ++i) v[i] = atoi(arguments[i + 2]);
-    const auto [sequences, kv_heads, group, grid] = v;
-    const float scale = atof(arguments[6]);
-    const int smem_bytes = atoi(arguments[7]);
+    lot.seed(atoi(*++arguments));
+    const int sequences = atoi(*++arguments), kv_heads = atoi(*++arguments);
+    const int group = atoi(*++arguments), grid = atoi(*++arguments);
+    const float scale = atof(*++arguments);
+    const int smem_bytes = atoi(*++arguments);
     std::vector<unsigned char> pool = take(), q = take(), table = take(), head = take();
     source_begin[0] = (const char*)pool.data(), source_end[0] = source_begin[0] + pool.size() - 16;
     source_begin[1] = (const char*)q.data(), source_end[1] = source_begin[1] + q.size() - 16;

@@ -6,10 +6,10 @@
 #include "launch.h"
 
 int main(int, char** arguments) {
-    lot.seed(atoi(arguments[1]));
-    int v[11];
-    for (int i = 0; i < 11; ++i) v[i] = atoi(arguments[i + 2]);
-    const auto [m, n, x_k, k_tiles, grid, stages, smem_bytes, sms, cluster, whole, gated] = v;
+    auto next = [&] { return atoi(*++arguments); };
+    lot.seed(next());
+    const int m = next(), n = next(), x_k = next(), k_tiles = next(), grid = next(), stages = next();
+    const int smem_bytes = next(), sms = next(), cluster = next(), whole = next(), gated = next();
     const int results = m * (gated ? n / 2 : n);
     cluster_size = cluster;
     std::vector<unsigned char> records = take(), x = take(), bias = take();

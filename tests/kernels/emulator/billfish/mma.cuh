@@ -1,6 +1,7 @@
 // mma.m16n8k16 over the 32 fibers of a warp, and the 16-bit types, on a CPU.
 #pragma once
 
+#include "../half.h"
 #include "billfish/ptx.cuh"
 
 namespace billfish {
@@ -41,18 +42,8 @@ inline u32 each(u32 a, u32 b, u32 c) {
 }
 
 struct Half {
-    static float to_float(u32 bits) {
-        u16 v = bits;
-        _Float16 h;
-        memcpy(&h, &v, 2);
-        return (float)h;
-    }
-    static u16 from_float(float v) {
-        _Float16 h = (_Float16)v;
-        u16 bits;
-        memcpy(&bits, &h, 2);
-        return bits;
-    }
+    static float to_float(u32 bits) { return half_to_float(bits); }
+    static u16 from_float(float v) { return float_to_half(v); }
     static u32 pack(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
     static u32 add(u32 a, u32 b) { return each<Half>(a, 0x3c003c00u, b); }
     static u32 mul(u32 a, u32 b) { return each<Half>(a, b, 0); }
