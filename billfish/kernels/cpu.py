@@ -6,6 +6,8 @@ BILLFISH_CPU_ISA names less than the processor has, to see what a smaller one wo
 
 import ctypes
 import os
+import platform
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from billfish.errors import UserError
 
 VARIABLE = "BILLFISH_CPU_ISA"
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -25,27 +28,40 @@ class Isa:
     lanes: int  # 32-bit numbers in a vector
     rows: tuple[int, ...]  # rows of x in a tile of two vectors of outputs, as registers allow
     dot: Literal["vnni", "pairs", "neon", "plain"]  # the instruction, see kernels/llvm.py
+    matrices: bool = False  # AMX: 16 rows by 16 outputs by 64 inputs at once
 
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _ALL = (
-    Isa("avx512vnni", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}), 16,
-        (4, 2, 1), "vnni"),
-    Isa("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"}), 16, (4, 2, 1), "pairs"),
-    Isa("avxvnni", frozenset({"avx2", "fma", "f16c", "avxvnni"}), 8, (2, 1), "vnni"),
-    Isa("avx2", frozenset({"avx2", "fma", "f16c"}), 8, (2, 1), "pairs"),
+    Isa("amx", _AVX512 | {"avx512vnni", "amx-tile", "amx-int8"}, 16, (4, 2, 1), "vnni", True),
+    Isa("avx512vnni", _AVX512 | {"avx512vnni"}, 16, (4, 2, 1), "vnni"),
+    Isa("avx512", _AVX512, 16, (4, 2, 1), "pairs"),
+    Isa("avxvnni", _AVX2 | {"avxvnni"}, 8, (2, 1), "vnni"),
+    Isa("avx2", _AVX2, 8, (2, 1), "pairs"),
     Isa("dotprod", frozenset({"dotprod"}), 4, (4, 2, 1), "neon"),
     Isa("plain", frozenset(), 4, (2, 1), "plain"),
-)  # fmt: skip
+)
 ISAS = {each.name: each for each in _ALL}  # fastest first
 
 
 @cache
 def features() -> frozenset[str]:
-    """Of this processor, by LLVM's names."""
+    """Of this processor, by LLVM's names, as far as the system lets a process use them."""
     import llvmlite.binding as llvm  # 0.1 s, and a GPU needs none of it
 
     found = llvm.get_host_cpu_features()
-    return frozenset(name for name in found if found[name])
+    names = {name for name in found if found[name]}
+    if platform.machine().lower() in ("aarch64", "arm64"):  # of which LLVM asks for less
+        told = CPUINFO.read_text() if CPUINFO.is_file() else ""
+        if platform.system() == "Darwin" or re.search(
+            r"^Features.*\basimddp\b", told, re.MULTILINE
+        ):
+            names.add("dotprod")
+    # The registers of AMX have to be asked for; the answer is for all threads.
+    if "amx-tile" in names and not torch.cpu._init_amx():
+        names -= {name for name in names if name.startswith("amx")}
+    return frozenset(names)
 
 
 @cache
@@ -62,11 +78,6 @@ def isa() -> Isa:
         f"{VARIABLE}={named}: this processor has {', '.join(each.name for each in here)}. "
         "Choose one of them, or unset it."
     )
-
-
-def multiplies_bf16() -> bool:
-    """By matrices, so fast that decoding weights to bf16 pays for many rows."""
-    return "amx-bf16" in features() or {"bf16", "neon"} <= features()
 
 
 # -- threads

@@ -123,23 +123,27 @@ class Writer:
     def number(self, value: int) -> Value:
         return self.constant(I64, value)
 
-    def spread(self, value: Value, lanes: int) -> Value:
-        """One number in all lanes of a vector."""
-        empty = ir.Constant(vector(value.type, lanes), ir.Undefined)
-        first = self.builder.insert_element(empty, value.raw, ir.Constant(I32, 0))
-        mask = ir.Constant(vector(I32, lanes), [0] * lanes)
-        return Value(self, self.builder.shuffle_vector(first, first, mask))
+    def spread(self, value: Value, lanes: int, lane: int = 0) -> Value:
+        """One number, or one of a vector, in all lanes of a vector."""
+        raw = value.raw
+        if not value.lanes:
+            empty = ir.Constant(vector(value.type, lanes), ir.Undefined)
+            raw = self.builder.insert_element(empty, raw, ir.Constant(I32, 0))
+        mask = ir.Constant(vector(I32, lanes), [lane] * lanes)
+        return Value(self, self.builder.shuffle_vector(raw, raw, mask))
 
     def variable(self, first: Value) -> Variable:
         return Variable(self, first)
 
+    def pointer(self, address: Value) -> Value:
+        return Value(self, self.builder.inttoptr(address.raw, _POINTER))
+
     def load(self, address: Value, type_: Any) -> Value:
-        place = self.builder.inttoptr(address.raw, _POINTER)
+        place = self.pointer(address).raw
         return Value(self, self.builder.load(place, typ=type_, align=1))
 
     def store(self, value: Value, address: Value) -> None:
-        place = self.builder.inttoptr(address.raw, _POINTER)
-        self.builder.store(value.raw, place, align=1)
+        self.builder.store(value.raw, self.pointer(address).raw, align=1)
 
     def intrinsic(self, name: str, result: Any, *values: Value) -> Value:
         kind = ir.FunctionType(result, [value.type for value in values])
@@ -224,6 +228,14 @@ def dot(isa: Isa, w: Writer, total: Value, codes: Value, x: Value) -> Value:
     return _DOTS[isa.dot](w, total, codes, x)
 
 
+def spread_words(isa: Isa, w: Writer, address: Value, count: int) -> list[Value]:
+    """32-bit words, each in all lanes. x86 spreads as it loads; NEON's product takes any lane."""
+    if isa.dot == "neon":
+        words = w.load(address, vector(I32, count))
+        return [w.spread(words, isa.lanes, i) for i in range(count)]
+    return [w.spread(w.load(address + 4 * i, I32), isa.lanes) for i in range(count)]
+
+
 # -- threads
 
 
@@ -248,23 +260,26 @@ class Team:
                 self.w.call_at(self.known["GOMP_barrier"], ir.VoidType())
 
 
-def write_start(module: ir.Module, work: Any) -> None:
-    """start(arguments, threads): each thread runs work(arguments)."""
-    w = Writer(module, "start", 2)
-    arguments, count = w.arguments
+def write_start(module: ir.Module, work: Any, arguments: int) -> None:
+    """start(arguments..., threads): each thread runs work(address of the arguments)."""
+    w = Writer(module, "start", arguments + 1)
+    *given, count = w.arguments
+    with w.builder.goto_entry_block():
+        place = w.builder.alloca(ir.ArrayType(I64, arguments))
+    address = Value(w, w.builder.ptrtoint(place, I64))
+    for i, each in enumerate(given):
+        w.store(each, address + 8 * i)
     known = openmp()
     if known is None:
-        w.call(work, arguments)
+        w.call(work, address)
     else:
-        alone = w.less(count, 2)
-        with w.builder.if_else(alone.raw) as (yes, no):
-            with yes:
-                w.call(work, arguments)
-            with no:
-                address = w.builder.ptrtoint(work, I64)
-                zero = ir.Constant(I32, 0)
-                given = (address, arguments.raw, count.to(I32).raw, zero)
-                w.call_at(known["GOMP_parallel"], ir.VoidType(), *given)
+        with w.builder.if_else(w.less(count, 2).raw) as (alone, together):
+            with alone:
+                w.call(work, address)
+            with together:
+                function, flags = w.builder.ptrtoint(work, I64), ir.Constant(I32, 0)
+                team = (function, address.raw, count.to(I32).raw, flags)
+                w.call_at(known["GOMP_parallel"], ir.VoidType(), *team)
     w.end()
 
 

@@ -1,9 +1,8 @@
 """w4a16 on a CPU: packed words in memory, no decoded copy of the weights kept.
 
-Kernels are our own (cpu_kernels.py), compiled by LLVM for this processor when they are first
-called. Codes are multiplied as they are; only where matrix units multiply bf16 (AMX) many rows of
-bf16 decode one panel of outputs at a time and multiply it. Both are operators of torch, so that
-torch.compile traces them.
+The kernel is our own (cpu_kernels.py), compiled by LLVM for this processor when it is first called.
+It multiplies codes as they are, for one row of x or thousands, and is an operator of torch where
+torch.compile must see one.
 """
 
 import ctypes
@@ -26,33 +25,72 @@ from billfish.schemes.w4a16 import columns
 if TYPE_CHECKING:
     from billfish.schemes.w4a16.scheme import W4A16
 
-# From here on a panel, which is decoded once, costs less than multiplying codes row by row.
-PANEL_ROWS = 48
-# Codes decoded at once: 8 MB of bf16. A quarter of it would stay in L2, but the matmul of 1024
-# outputs at k = 4096 beats that of 256 by more: 20 % of the time of 512 rows.
-PANEL_CODES = 2**22
 SLICE = 2**22  # numbers of x that are split into bytes at once: 8 MB
 ROWS = 64  # n is padded to this: whole tiles of every instruction set
 CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
+MATRIX_ROOM = 64 + 2 * 1024  # bytes: what registers of AMX are, and two of them full of sums
 _compiling = threading.Lock()  # LLVM has one context for all threads
+_own = threading.local()
+
+
+def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
+    """What the kernel writes to: of each thread, codes as bytes for AMX; of all, x as bytes with
+    two numbers a chunk, and so of each where rows are few."""
+    copies = threads if rows < ALONE else 1
+    of_thread = chunks * blocks * 128 + MATRIX_ROOM
+    return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 
 @cache
-def _kernel(name: str, *kind: Any) -> Callable[..., None]:
+def _kernel(isa: cpu.Isa, x: torch.dtype, scale: torch.dtype, zeros: bool) -> Callable[..., None]:
     from billfish.schemes.w4a16 import cpu_kernels  # imports LLVM
 
     with _compiling:
-        compiled = getattr(cpu_kernels, name)(*kind)
-        return compiled.function("start", 2)  # type: ignore[no-any-return]
+        kind = cpu_kernels.Kind(isa, x, scale, zeros)
+        return cpu_kernels.product(kind).function("start", 6)
 
 
-def _start(
-    name: str, dtype: torch.dtype, scales: Tensor, zeros: Tensor | None, *numbers: int
-) -> None:
-    kernel = _kernel(name, cpu.isa(), dtype, scales.dtype, zeros is not None)
-    given = (ctypes.c_int64 * len(numbers))(*numbers)
-    kernel(ctypes.addressof(given), cpu.threads())
+def _room(nbytes: int) -> int:
+    """The address of memory that this thread keeps from call to call."""
+    room: Tensor | None = getattr(_own, "room", None)
+    if room is None or room.numel() < nbytes + 64:
+        room = _own.room = torch.empty(nbytes + 64, dtype=torch.uint8)
+    return room.data_ptr() + -room.data_ptr() % 64
+
+
+class Product:
+    """A layer as the kernel sees it. The tensors must live as long as it does."""
+
+    def __init__(
+        self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int,
+        span: int,
+    ) -> None:  # fmt: skip
+        strips, self.chunks, planes, self.blocks, lanes, _ = words.shape
+        self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * lanes
+        numbers = (
+            words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
+            scales.stride(0), strips, self.chunks, span, self.blocks, planes - 1,
+        )  # fmt: skip
+        self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.layer = ctypes.addressof(self.numbers)
+        self.kind = (scales.dtype, zeros is not None)
+        self.isa, self.kernels = isa, dict[torch.dtype, Callable[..., None]]()
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """x (rows, inputs) and y (rows, outputs), contiguous, of one dtype."""
+        kernel = self.kernels.get(x.dtype)
+        if kernel is None:
+            kernel = self.kernels[x.dtype] = _kernel(self.isa, x.dtype, *self.kind)
+        rows, threads = x.numel() // self.inputs, cpu.threads()
+        step = min(rows, max(64, SLICE // self.inputs))
+        room = _room(room_bytes(step, self.chunks, self.blocks, threads)) if rows else 0
+        source, target, size = x.data_ptr(), y.data_ptr(), x.itemsize
+        for start in range(0, rows, step or 1):
+            some = min(step, rows - start)
+            from_, to = start * self.inputs * size, start * self.outputs * size
+            kernel(self.layer, source + from_, target + to, room, some, threads)
 
 
 def _product(
@@ -60,57 +98,24 @@ def _product(
 ) -> Tensor:
     """x (m, padded k) by words as cpu_kernels has them -> (m, padded n) in x's dtype; a scale is
     for `span` chunks."""
-    strips, chunks, planes, blocks, lanes, _ = words.shape
-    y = x.new_empty(len(x), strips * lanes)
-    step = max(1, SLICE // x.shape[1])
-    room = torch.empty(min(step, len(x)) * chunks * (blocks * 16 + 8), dtype=torch.uint8)
-    for start in range(0, len(x), step):
-        rows = x[start : start + step]
-        split = room.data_ptr() + len(rows) * chunks * 8
-        _start(
-            "product", x.dtype, scales, zeros,
-            words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
-            scales.stride(0), rows.data_ptr(), y[start:].data_ptr(), split, room.data_ptr(),
-            strips, chunks, span, blocks, planes - 1, len(rows),
-        )  # fmt: skip
+    product = Product(cpu.isa(), words, scales, zeros, middle, span)
+    y = x.new_empty(len(x), product.outputs)
+    product(x, y)
     return y
 
 
-def _panel(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int, span: int,
-    start: int, end: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Weights of strips [start, end), rounded once: (padded k, outputs)."""
-    _, chunks, planes, blocks, lanes, _ = words.shape
-    out = torch.empty(chunks * blocks * 8, (end - start) * lanes, dtype=dtype)
-    _start(
-        "panel", dtype, scales, zeros,
-        words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
-        scales.stride(0), out.data_ptr(), start, end - start, chunks, span, blocks, planes - 1,
-    )  # fmt: skip
-    return out
-
-
+# For torch.compile and whatever else must see an operator; eager calls know their Product already.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
-_arguments = "Tensor words, Tensor scales, Tensor? zeros, int middle, int span"
-_library.define(f"w4a16_cpu_product(Tensor x, {_arguments}) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    f"w4a16_cpu_panel({_arguments}, int start, int end, ScalarType dtype) -> Tensor"
+    "w4a16_cpu(Tensor x, Tensor words, Tensor scales, Tensor? zeros, int middle, int span) -> "
+    "Tensor"
 )
-_library.impl("w4a16_cpu_product", _product, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("w4a16_cpu_panel", _panel, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("w4a16_cpu", _product, "CPU")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("billfish::w4a16_cpu_product", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("billfish::w4a16_cpu", lib=_library)  # type: ignore[untyped-decorator]
 def _(x: Tensor, words: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], words.shape[0] * words.shape[4])
-
-
-@torch.library.register_fake("billfish::w4a16_cpu_panel", lib=_library)  # type: ignore[untyped-decorator]
-def _(words: Tensor, *rest: Any) -> Tensor:
-    start, end, dtype = rest[-3:]
-    shape = (words.shape[1] * words.shape[3] * 8, (end - start) * words.shape[4])
-    return words.new_empty(shape, dtype=dtype)
 
 
 class CpuOp:
@@ -125,7 +130,7 @@ class CpuOp:
         return None
 
     def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:
-        self.scheme = scheme
+        self.scheme, self.isa = scheme, cpu.isa()
         self.n, self.k = tensors["weight_shape"].tolist()
         codes, zeros, scales = scheme.codes(tensors), scheme.zeros(tensors), tensors["weight_scale"]
         self.groups = scales.shape[1]
@@ -141,9 +146,10 @@ class CpuOp:
         self.padded_n = self.n + -self.n % ROWS
         padding = (0, self.padded_group - self.group, 0, 0, 0, self.padded_n - self.n)
         codes = pad(codes.view(self.n, self.groups, self.group), padding)
-        self.words = strip_words(codes.flatten(1), self.chunk, scheme.bits, cpu.isa().lanes)
+        self.words = strip_words(codes.flatten(1), self.chunk, scheme.bits, self.isa.lanes)
         self.scales = self._by_group(scales)
         self.zeros = None if scheme.symmetric else self._by_group(zeros)
+        self._product: Product | None = None
 
     def _by_group(self, values: Tensor) -> Tensor:  # (n, g) -> (g, padded n)
         return pad(values, (0, 0, 0, self.padded_n - self.n)).T.contiguous()
@@ -153,16 +159,25 @@ class CpuOp:
         span = self.padded_group // self.chunk
         return self.words, self.scales, self.zeros, self.scheme.grid.middle, span
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_product": None}  # it has addresses, which a copy does not share
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        shape = x.shape
         if x.dtype not in DTYPES:
             raise UserError(f"activations are {x.dtype}; known are {', '.join(map(str, DTYPES))}.")
-        x = self._inputs(x.reshape(-1, self.k))
-        if x.dtype == torch.bfloat16 and len(x) >= PANEL_ROWS and cpu.multiplies_bf16():
-            y = self._panels(x)
+        shape = x.shape
+        if shape[-1] != self.k:
+            raise ValueError(f"activations have {shape[-1]} columns, the layer takes {self.k}")
+        if self.order is not None or self.padded_group != self.group or not x.is_contiguous():
+            x = self._inputs(x.reshape(-1, self.k))
+        if watched(x):
+            inputs = x.reshape(-1, self.groups * self.padded_group)
+            y: Tensor = torch.ops.billfish.w4a16_cpu(inputs, *self._weights)
         else:
-            product = torch.ops.billfish.w4a16_cpu_product if watched(x) else _product
-            y = product(x, *self._weights)
+            if self._product is None:
+                self._product = Product(self.isa, *self._weights)
+            y = x.new_empty((x.numel() // self._product.inputs, self.padded_n))
+            self._product(x, y)
         y = y if self.padded_n == self.n else y[:, : self.n].contiguous()
         y = y.view(*shape[:-1], self.n)
         return y if bias is None else y + bias
@@ -174,14 +189,6 @@ class CpuOp:
             groups = x.reshape(-1, self.groups, self.group)
             x = pad(groups, (0, self.padded_group - self.group)).flatten(1)
         return x.contiguous()
-
-    def _panels(self, x: Tensor) -> Tensor:
-        panel = torch.ops.billfish.w4a16_cpu_panel if watched(x) else _panel
-        strips, lanes = self.words.shape[0], self.words.shape[4]
-        step = max(1, PANEL_CODES // (x.shape[1] * lanes))
-        ends = [(start, min(start + step, strips)) for start in range(0, strips, step)]
-        outputs = [x @ panel(*self._weights, *each, x.dtype) for each in ends]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def canonical(self) -> dict[str, Tensor]:
         codes = codes_of(self.words, self.scheme.bits)[: self.n]
@@ -211,6 +218,8 @@ class CpuOp:
                 joined, parts = together([getattr(op, name) for op in ops], dim)
                 for op, part in zip((whole, *ops), (joined, *parts), strict=True):
                     setattr(op, name, part)
+        for op in (whole, *ops):
+            op._product = None
         return whole
 
     @classmethod

@@ -1,21 +1,22 @@
-"""Kernels of w4a16 on a CPU, for any of its instruction sets (kernels/cpu.py).
+"""The kernel of w4a16 on a CPU, for any of its instruction sets (kernels/cpu.py).
 
-**product**: every 16 bits of x are two signed bytes, and an instruction that multiplies bytes and
-adds four products (VNNI, NEON's sdot) takes codes as they are: two instructions where fp32 needs
-eight, and no weight is decoded. x is rounded to 16 bits in steps of 2^e, which each chunk of inputs
-has for itself: the error is at most 2^-15 of the largest x of its chunk (bf16's: 2^-9 of each x).
-Sums over a chunk are integers, exact; chunks are added in fp32 in order. So a row's bits depend on
-no other row, no number of threads and no instruction set.
-
-**panel**: decoded weights, rounded once, for processors whose matrix units multiply bf16.
+Every 16 bits of x are two signed bytes, and an instruction that multiplies bytes and adds four
+products (VNNI, NEON's sdot, AMX) takes codes as they are: two instructions where fp32 needs eight,
+and no weight is decoded. x is rounded to 16 bits in steps of 2^e, which each chunk of inputs has
+for itself: the error is at most 2^-15 of the largest x of its chunk (bf16's: 2^-9 of each x). Sums
+over a chunk are integers, exact; chunks are added in fp32 in order. So a row's bits depend on no
+other row, no number of threads and no instruction set.
 
     strip   as many outputs as a vector has lanes
-    chunk   inputs of one scale of weights and one step of x, a multiple of 8
+    chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
     block   8 inputs of a strip: byte j of lane i is code[i, j] | code[i, j + 4] << 4
     words   (strips, chunks, planes, blocks, lanes, 4) bytes; of codes of more than 4 bits the upper
             plane comes first, and its sums are multiplied by 16 before the lower one is added
+    planes  (rows, chunks, 2, chunk) bytes of x, upper ones first
+    notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its x in steps
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,18 +37,63 @@ from billfish.kernels.llvm import (
     Writer,
     compiled,
     dot,
+    spread_words,
     vector,
     write_start,
 )
+from billfish.schemes.w4a16.cpu import ALONE, MATRIX_ROOM
 
 STRIPS = 2  # of a tile: with one, loads of x are the limit; 4 hold no more than 2 rows in registers
+MATRIX = 16  # rows of x, outputs and four inputs in a register of AMX
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
-TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16}
+LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "span", "blocks", "upper")
+_TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16}
+_NIBBLES = 0x0F0F0F0F
+
+
+@dataclass(frozen=True)
+class Kind:
+    isa: Isa
+    x: torch.dtype  # and of y
+    scale: torch.dtype
+    zeros: bool  # stored; or one number for all
+
+
+class Layer:
+    """One layer in a kernel: scales are (groups, outputs) in rows of `stride`, zeros the same in
+    bytes, or the number itself; a group has `span` chunks."""
+
+    words: Value
+    scales: Value
+    zeros: Value
+    stride: Value
+    strips: Value
+    chunks: Value
+    span: Value
+    blocks: Value  # of a chunk
+    upper: Value  # planes, 0 or 1
+
+    def __init__(self, w: Writer, address: Value, kind: Kind) -> None:
+        self.w, self.kind = w, kind
+        for i, name in enumerate(LAYER):
+            setattr(self, name, w.load(address + 8 * i, I64))
+        self.chunk_bytes = self.blocks * (self.upper + 1) * (4 * kind.isa.lanes)
+        self.strip_bytes = self.chunks * self.chunk_bytes
+        self.row_bytes = self.chunks * self.blocks * 16  # of the planes of x
+
+    def grid(self, chunk: Value, strip: Value) -> tuple[Value, Value]:
+        """Scales and zeros of the outputs of a strip."""
+        w, lanes = self.w, self.kind.isa.lanes
+        at = chunk // self.span * self.stride + strip * lanes
+        scales = _load(w, self.scales + at * self.kind.scale.itemsize, self.kind.scale, lanes)
+        if not self.kind.zeros:
+            return scales, w.spread(self.zeros.to(I32), lanes)
+        return scales, w.load(self.zeros + at, vector(I8, lanes)).to(I32, signed=False)
 
 
 def _load(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Value:
-    raw = w.load(address, vector(TYPES[dtype], lanes))
+    raw = w.load(address, vector(_TYPES[dtype], lanes))
     if dtype == torch.bfloat16:
         return (raw.to(I32, signed=False) << 16).as_bits(vector(F32, lanes))
     return raw if dtype == torch.float32 else raw.to(F32)
@@ -65,17 +111,16 @@ def _store(w: Writer, value: Value, address: Value, dtype: torch.dtype) -> None:
 
 
 def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
-    """Chunks of x -> planes (chunks, blocks, 2, 8) int8, upper bytes first, and notes (chunks, 2):
-    the step and the sum of a chunk, in steps. A chunk with Inf or NaN has NaN as its step."""
+    """Chunks of x -> planes and notes. A chunk with Inf or NaN has NaN as its step."""
     w = Writer(module, "split", 6)
     x, planes, notes, blocks, first, last = w.arguments
-    size, lanes = dtype.itemsize, 8
+    lanes = 8
     ints, floats = vector(I32, lanes), vector(F32, lanes)
     with w.loop(first, last) as chunk:
-        start = chunk * blocks
+        start = x + chunk * blocks * (lanes * dtype.itemsize)
         largest = w.variable(w.constant(ints, 0))
-        with w.loop(start, start + blocks) as block:
-            value = _load(w, x + block * (lanes * size), dtype, lanes)
+        with w.loop(w.number(0), blocks) as block:
+            value = _load(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
             magnitude, known = value.as_bits(ints) & 0x7FFFFFFF, largest.get()
             largest.set(w.pick(w.less(known, magnitude), magnitude, known))
         top = w.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", I32, largest.get())
@@ -87,17 +132,17 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
         inverse = ((w.constant(I32, 2 * 127 + 14) - exponent) << 23).as_bits(F32)
         step = w.pick(w.less(top, 0x7F800000), step, w.constant(F32, float("nan")))
         total = w.variable(w.constant(ints, 0))
-        with w.loop(start, start + blocks) as block:
-            value = _load(w, x + block * (lanes * size), dtype, lanes) * w.spread(inverse, lanes)
-            value = w.intrinsic(f"llvm.rint.v{lanes}f32", floats, value)
+        with w.loop(w.number(0), blocks) as block:
+            value = _load(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
+            value = w.intrinsic(f"llvm.rint.v{lanes}f32", floats, value * w.spread(inverse, lanes))
             for name, bound in (("minnum", TOP), ("maxnum", -TOP)):  # of NaN, too, a number
                 limit = w.constant(floats, float(bound))
                 value = w.intrinsic(f"llvm.{name}.v{lanes}f32", floats, value, limit)
             steps = value.to(I32)
             upper = (steps + 128).halved(8)
-            place = planes + block * (2 * lanes)
+            place = planes + (chunk * blocks * 2 + block) * lanes
             w.store(upper.to(I8), place)
-            w.store((steps - (upper << 8)).to(I8), place + lanes)
+            w.store((steps - (upper << 8)).to(I8), place + blocks * lanes)
             total.set(total.get() + steps)
         summed = w.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, total.get())
         w.store(step, notes + chunk * 8)
@@ -105,132 +150,171 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
     return w.end()
 
 
-def _write_tile(
-    module: ir.Module, isa: Isa, rows: int, dtype: torch.dtype, scale: torch.dtype, zeros: bool
-) -> Any:
-    """Some rows of x with STRIPS strips of weights."""
-    w = Writer(module, f"tile{rows}", 14)
-    words, strip_bytes, scales, zero, stride, planes, row_bytes, notes, y = w.arguments[:9]
-    width, chunks, span, blocks, upper = w.arguments[9:]
-    lanes = isa.lanes
+def _add(
+    w: Writer, total: Any, upper: Value, lower: Value, note: Value, scales: Value, zeros: Value
+) -> None:
+    """A chunk's sums of both halves of x, to the total of a row."""
+    lanes = scales.lanes
+    step, summed = (
+        w.spread(w.load(note + 4 * i, kind), lanes) for i, kind in enumerate((F32, I32))
+    )
+    exact = ((upper << 8) + lower - zeros * summed).to(F32)
+    name = f"llvm.fma.v{lanes}f32"
+    total.set(w.intrinsic(name, scales.type, exact, scales * step, total.get()))
+
+
+def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
+    """Some rows of x with STRIPS strips of weights: tile(layer, strip, planes, notes, y)."""
+    w = Writer(module, f"tile{rows}", 5)
+    address, first, planes, notes, y = w.arguments
+    layer, lanes = Layer(w, address, kind), kind.isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
     tile = [(row, strip) for row in range(rows) for strip in range(STRIPS)]
     totals = {at: w.variable(w.constant(floats, 0.0)) for at in tile}
-    word, x = w.variable(words), w.variable(planes)
-    with w.loop(w.number(0), chunks) as chunk:
-        sums = {(*at, half): w.variable(w.constant(ints, 0)) for at in tile for half in (0, 1)}
+    sums = {(*at, half): w.variable(w.constant(ints, 0)) for at in tile for half in (0, 1)}
+    word, x = w.variable(layer.words + first * layer.strip_bytes), w.variable(planes)
 
-        def add(sums: dict[Any, Any] = sums) -> None:
-            """The products of one plane of a chunk."""
-            with w.loop(w.number(0), blocks):
-                here, inputs = word.get(), x.get()
-                pairs = [w.load(here + strip_bytes * s, ints) for s in range(STRIPS)]
-                codes = [(pair & 0x0F0F0F0F, (pair >> 4) & 0x0F0F0F0F) for pair in pairs]
-                for row in range(rows):
-                    place = inputs + row_bytes * row
-                    each = [w.spread(w.load(place + 4 * i, I32), lanes) for i in range(4)]
-                    for strip in range(STRIPS):
-                        for half in (0, 1):
+    def add_plane() -> None:
+        """Products of one plane of codes of a chunk."""
+        with w.loop(w.number(0), layer.blocks):
+            here, inputs = word.get(), x.get()
+            pairs = [w.load(here + layer.strip_bytes * s, ints) for s in range(STRIPS)]
+            codes = [(pair & _NIBBLES, (pair >> 4) & _NIBBLES) for pair in pairs]
+            for row in range(rows):
+                for half in (0, 1):
+                    place = inputs + layer.row_bytes * row + layer.blocks * (8 * half)
+                    for i, four in enumerate(spread_words(kind.isa, w, place, 2)):
+                        for strip in range(STRIPS):
                             total = sums[row, strip, half]
-                            for i in (0, 1):
-                                more = codes[strip][i], each[2 * half + i]
-                                total.set(dot(isa, w, total.get(), *more))
-                word.set(here + 4 * lanes)
-                x.set(inputs + 16)
+                            total.set(dot(kind.isa, w, total.get(), codes[strip][i], four))
+            word.set(here + 4 * lanes)
+            x.set(inputs + 8)
 
-        with w.when(w.less(w.number(0), upper)):
-            add()
-            x.set(x.get() - blocks * 16)
+    with w.loop(w.number(0), layer.chunks) as chunk:
+        for total in sums.values():
+            total.set(w.constant(ints, 0))
+        with w.when(w.less(w.number(0), layer.upper)):
+            add_plane()
+            x.set(x.get() - layer.blocks * 8)
             for total in sums.values():
                 total.set(total.get() << 4)
-        add()
+        add_plane()
+        x.set(x.get() + layer.blocks * 8)
         for strip in range(STRIPS):
-            column = chunk // span * stride + strip * lanes
-            factor = _load(w, scales + column * scale.itemsize, scale, lanes)
-            if zeros:
-                middle = w.load(zero + column, vector(I8, lanes)).to(I32, signed=False)
-            else:
-                middle = w.spread(zero.to(I32), lanes)
+            scales, zeros = layer.grid(chunk, first + strip)
             for row in range(rows):
-                note = notes + (chunks * row + chunk) * 8
-                step = w.spread(w.load(note, F32), lanes)
-                summed = w.spread(w.load(note + 4, I32), lanes)
-                steps = (sums[row, strip, 0].get() << 8) + sums[row, strip, 1].get()
-                exact = (steps - middle * summed).to(F32)
-                total = totals[row, strip]
-                name = f"llvm.fma.v{lanes}f32"
-                total.set(w.intrinsic(name, floats, exact, factor * step, total.get()))
+                note = notes + (layer.chunks * row + chunk) * 8
+                upper, lower = (sums[row, strip, half].get() for half in (0, 1))
+                _add(w, totals[row, strip], upper, lower, note, scales, zeros)
     for row, strip in tile:
-        place = y + (width * row + strip * lanes) * dtype.itemsize
-        _store(w, totals[row, strip].get(), place, dtype)
+        at = layer.strips * (row * lanes) + (first + strip) * lanes
+        _store(w, totals[row, strip].get(), y + at * kind.x.itemsize, kind.x)
+    return w.end()
+
+
+def _write_matrices(module: ir.Module, kind: Kind) -> Any:
+    """The same by AMX, for rows in sixteens: matrices(layer, strip, planes, notes, y, rows, room).
+
+    A register of AMX has 16 rows of 64 bytes, and those of weights are words as they lie in strips
+    once nibbles are bytes: that is done once for all rows. Sums leave by way of memory.
+    """
+    w = Writer(module, "matrices", 7)
+    address, strip, planes, notes, y, rows, room = w.arguments
+    layer, lanes = Layer(w, address, kind), kind.isa.lanes
+    ints, floats = vector(I32, lanes), vector(F32, lanes)
+
+    def tile(name: str, *given: int | Value) -> None:
+        values = [w.constant(I8, each) if isinstance(each, int) else each for each in given]
+        w.intrinsic(f"llvm.x86.{name}", ir.VoidType(), *values)
+
+    inputs = layer.blocks * 8
+    inputs = w.pick(w.less(inputs, 64), inputs, w.number(64))  # of one product
+    shapes, sums, bytes_ = room, room + 64, room + MATRIX_ROOM
+    for i in range(0, 64, 16):
+        w.store(w.constant(vector(I8, 16), 0), shapes + i)
+    w.store(w.constant(I8, 1), shapes)  # the palette
+    full = w.number(MATRIX)
+    registers = ((64, full), (64, full), (None, full), (None, full), (64, inputs // 4))
+    for i, (width, height) in enumerate(registers):  # 0, 1: sums; 2, 3: halves of x; 4: codes
+        w.store((w.number(width) if width else inputs).to(I16), shapes + (16 + 2 * i))
+        w.store(height.to(I8), shapes + (48 + i))
+    tile("ldtilecfg", w.pointer(shapes))
+
+    source = layer.words + strip * layer.strip_bytes
+    with w.loop(w.number(0), layer.chunks) as chunk, w.loop(w.number(0), layer.blocks) as block:
+        lower = source + chunk * layer.chunk_bytes + block * (4 * lanes)
+        above = w.load(lower, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
+        below = w.load(lower + layer.upper * layer.blocks * (4 * lanes), ints)
+        place = bytes_ + (chunk * layer.blocks + block) * 128
+        w.store(((above & _NIBBLES) << 4) + (below & _NIBBLES), place)
+        w.store((above & (_NIBBLES << 4)) + ((below >> 4) & _NIBBLES), place + 64)
+
+    with w.loop(w.number(0), rows, MATRIX) as row:
+        totals = [w.variable(w.constant(floats, 0.0)) for _ in range(MATRIX)]
+        x = planes + row * layer.row_bytes
+        with w.loop(w.number(0), layer.chunks) as chunk:
+            tile("tilezero", 0)
+            tile("tilezero", 1)
+            here = x + chunk * layer.blocks * 16
+            codes = bytes_ + chunk * layer.blocks * 128
+            with w.loop(w.number(0), layer.blocks * 8 // inputs) as part:
+                tile("tileloadd64", 4, w.pointer(codes + part * 1024), w.number(64))
+                for half in (0, 1):
+                    place = here + layer.blocks * (8 * half) + part * 64
+                    tile("tileloadd64", 2 + half, w.pointer(place), layer.row_bytes)
+                    tile("tdpbsud", half, 2 + half, 4)
+            for half in (0, 1):
+                tile("tilestored64", half, w.pointer(sums + 1024 * half), w.number(64))
+            scales, zeros = layer.grid(chunk, strip)
+            for i, total in enumerate(totals):
+                note = notes + ((row + i) * layer.chunks + chunk) * 8
+                upper, lower = (w.load(sums + (1024 * half + 64 * i), ints) for half in (0, 1))
+                _add(w, total, upper, lower, note, scales, zeros)
+        for i, total in enumerate(totals):
+            at = ((row + i) * layer.strips + strip) * lanes
+            _store(w, total.get(), y + at * kind.x.itemsize, kind.x)
+    tile("tilerelease")
     return w.end()
 
 
 @cache
-def product(isa: Isa, dtype: torch.dtype, scale: torch.dtype, zeros: bool) -> Compiled:
-    """start(arguments, threads) with words, scales (one row for `span` chunks), zeros (the same, in
-    bytes; or the number itself), the stride of their rows, x (rows, inputs), y (rows, outputs),
-    planes, notes, strips, chunks, span, blocks of a chunk, upper planes (0 or 1), rows of x."""
+def product(kind: Kind) -> Compiled:
+    """start(layer, x, y, room, rows, threads): y (rows, outputs) = x (rows, inputs) by the layer.
+    The room is cpu.py's `room_bytes`."""
     module = ir.Module()
-    split = _write_split(module, dtype)
-    tiles = {rows: _write_tile(module, isa, rows, dtype, scale, zeros) for rows in isa.rows}
+    split = _write_split(module, kind.x)
+    tiles = {rows: _write_tile(module, kind, rows) for rows in kind.isa.rows}
+    matrices = _write_matrices(module, kind) if kind.isa.matrices else None
     w = Writer(module, "work", 1)
-    given = [w.load(w.arguments[0] + 8 * i, I64) for i in range(14)]
-    words, scales, zero, stride, x, y, planes, notes = given[:8]
-    strips, chunks, span, blocks, upper, rows = given[8:]
-    team = Team(w)
-    w.call(split, x, planes, notes, blocks, *team.share(rows * chunks))
-    team.meet()
-    strip_bytes = chunks * blocks * (upper + 1) * (4 * isa.lanes)
-    row_bytes, width = chunks * blocks * 16, strips * isa.lanes
-    first, last = team.share(strips // STRIPS)
+    address, x, y, room, rows = (w.load(w.arguments[0] + 8 * i, I64) for i in range(5))
+    layer, team = Layer(w, address, kind), Team(w)
+    own = layer.row_bytes * 8 + MATRIX_ROOM
+    notes = room + own * team.count
+    first, last = team.share(rows * layer.chunks)
+    alone = w.less(rows, ALONE)
+    first = w.pick(alone, w.number(0), first)
+    last = w.pick(alone, rows * layer.chunks, last)
+    copy = rows * (layer.chunks * 8 + layer.row_bytes)
+    notes = notes + w.pick(alone, team.index * copy, w.number(0))
+    planes = notes + rows * layer.chunks * 8
+    w.call(split, x, planes, notes, layer.blocks, first, last)
+    with w.when(w.less(w.number(ALONE - 1), rows)):
+        team.meet()
+    first, last = team.share(layer.strips // STRIPS)
+    width = layer.strips * (kind.isa.lanes * kind.x.itemsize)
     with w.loop(first * STRIPS, last * STRIPS, STRIPS) as strip:
-        column, begin = strip * isa.lanes, w.number(0)
-        for count in isa.rows:
+        begin = w.number(0)
+        if matrices is not None:
+            begin = rows // MATRIX * MATRIX
+            with w.when(w.less(w.number(0), begin)):
+                for i in range(STRIPS):
+                    given = (planes, notes, y, begin, room + own * team.index)
+                    w.call(matrices, address, strip + i, *given)
+        for count in kind.isa.rows:
             end = begin + (rows - begin) // count * count
             with w.loop(begin, end, count) as row:
-                w.call(
-                    tiles[count], words + strip * strip_bytes, strip_bytes,
-                    scales + column * scale.itemsize, zero + column if zeros else zero, stride,
-                    planes + row * row_bytes, row_bytes, notes + row * chunks * 8,
-                    y + (row * width + column) * dtype.itemsize, width, chunks, span, blocks, upper,
-                )  # fmt: skip
+                at = (planes + row * layer.row_bytes, notes + row * layer.chunks * 8)
+                w.call(tiles[count], address, strip, *at, y + row * width)
             begin = end
-    write_start(module, w.end())
-    return compiled(module, isa)
-
-
-@cache
-def panel(isa: Isa, dtype: torch.dtype, scale: torch.dtype, zeros: bool) -> Compiled:
-    """start(arguments, threads) with words, scales, zeros and their stride as above, out, the first
-    strip and how many, chunks, span, blocks, upper planes: the weights of these strips, transposed,
-    as out (inputs, outputs)."""
-    module = ir.Module()
-    w = Writer(module, "work", 1)
-    given = [w.load(w.arguments[0] + 8 * i, I64) for i in range(11)]
-    words, scales, zero, stride, out, first, strips, chunks, span, blocks, upper = given
-    lanes, lower_bytes = isa.lanes, blocks * (4 * isa.lanes)
-    ints = vector(I32, lanes)
-    strip_bytes = chunks * lower_bytes * (upper + 1)
-    begin, end = Team(w).share(strips)
-    with w.loop(begin, end) as strip, w.loop(w.number(0), chunks) as chunk:
-        source = words + (first + strip) * strip_bytes + chunk * lower_bytes * (upper + 1)
-        column = chunk // span * stride + (first + strip) * lanes
-        factor = _load(w, scales + column * scale.itemsize, scale, lanes)
-        if zeros:
-            middle = w.load(zero + column, vector(I8, lanes)).to(I32, signed=False)
-        else:
-            middle = w.spread(zero.to(I32), lanes)
-        with w.loop(w.number(0), blocks) as block:
-            place = source + block * (4 * lanes)
-            high = w.load(place, ints)
-            low = w.load(place + upper * lower_bytes, ints)
-            high = high & w.spread((w.number(0) - upper).to(I32), lanes)  # none: zeros
-            for j in range(8):
-                shift = 8 * (j % 4) + 4 * (j // 4)
-                code = ((low >> shift) & 15) + (((high >> shift) & 15) << 4)
-                value = (code - middle).to(F32) * factor
-                row = (chunk * blocks + block) * 8 + j
-                _store(w, value, out + (row * strips + strip) * (lanes * dtype.itemsize), dtype)
-    write_start(module, w.end())
-    return compiled(module, isa)
+    write_start(module, w.end(), 5)
+    return compiled(module, kind.isa)
