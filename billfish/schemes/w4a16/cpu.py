@@ -32,7 +32,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
 MATRIX_ROOM = 64 + 2 * 1024  # bytes: what registers of AMX are, and two of them full of sums
 _compiling = threading.Lock()  # LLVM has one context for all threads
-_own = threading.local()
 
 
 def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
@@ -52,12 +51,20 @@ def _kernel(isa: cpu.Isa, x: torch.dtype, scale: torch.dtype, zeros: bool) -> Ca
         return cpu_kernels.product(kind).function("start", 6)
 
 
-def _room(nbytes: int) -> int:
-    """The address of memory that this thread keeps from call to call."""
-    room: Tensor | None = getattr(_own, "room", None)
-    if room is None or room.numel() < nbytes + 64:
-        room = _own.room = torch.empty(nbytes + 64, dtype=torch.uint8)
-    return room.data_ptr() + -room.data_ptr() % 64
+class _Room(threading.local):
+    """Memory that each thread keeps from call to call."""
+
+    address, size = 0, 0
+
+    def of(self, nbytes: int) -> int:
+        if self.size < nbytes:
+            self.kept = torch.empty(nbytes + 64, dtype=torch.uint8)
+            self.address = self.kept.data_ptr() + -self.kept.data_ptr() % 64
+            self.size = nbytes
+        return self.address
+
+
+_room = _Room()
 
 
 class Product:
@@ -69,6 +76,7 @@ class Product:
     ) -> None:  # fmt: skip
         strips, self.chunks, planes, self.blocks, lanes, _ = words.shape
         self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * lanes
+        self.most = max(64, SLICE // self.inputs)  # rows
         numbers = (
             words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
             scales.stride(0), strips, self.chunks, span, self.blocks, planes - 1,
@@ -84,13 +92,14 @@ class Product:
         if kernel is None:
             kernel = self.kernels[x.dtype] = _kernel(self.isa, x.dtype, *self.kind)
         rows, threads = x.numel() // self.inputs, cpu.threads()
-        step = min(rows, max(64, SLICE // self.inputs))
-        room = _room(room_bytes(step, self.chunks, self.blocks, threads)) if rows else 0
-        source, target, size = x.data_ptr(), y.data_ptr(), x.itemsize
-        for start in range(0, rows, step or 1):
-            some = min(step, rows - start)
-            from_, to = start * self.inputs * size, start * self.outputs * size
-            kernel(self.layer, source + from_, target + to, room, some, threads)
+        source, target = x.data_ptr(), y.data_ptr()
+        while rows > 0:
+            some = min(rows, self.most)
+            room = _room.of(room_bytes(some, self.chunks, self.blocks, threads))
+            kernel(self.layer, source, target, room, some, threads)
+            source += some * self.inputs * x.itemsize
+            target += some * self.outputs * x.itemsize
+            rows -= some
 
 
 def _product(
@@ -143,6 +152,7 @@ class CpuOp:
         # Inputs of a group are padded to whole blocks, of a single one to chunks of 32.
         self.padded_group = self.group + -self.group % (32 if self.groups == 1 else 8)
         self.chunk = next(size for size in CHUNKS if self.padded_group % size == 0)
+        self.plain = self.order is None and self.padded_group == self.group
         self.padded_n = self.n + -self.n % ROWS
         padding = (0, self.padded_group - self.group, 0, 0, 0, self.padded_n - self.n)
         codes = pad(codes.view(self.n, self.groups, self.group), padding)
@@ -165,21 +175,21 @@ class CpuOp:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in DTYPES:
             raise UserError(f"activations are {x.dtype}; known are {', '.join(map(str, DTYPES))}.")
-        shape = x.shape
-        if shape[-1] != self.k:
-            raise ValueError(f"activations have {shape[-1]} columns, the layer takes {self.k}")
-        if self.order is not None or self.padded_group != self.group or not x.is_contiguous():
-            x = self._inputs(x.reshape(-1, self.k))
+        *lead, k = x.shape
+        if k != self.k:
+            raise ValueError(f"activations have {k} columns, the layer takes {self.k}")
+        if not self.plain or not x.is_contiguous():
+            x = self._inputs(x.reshape(-1, k))
         if watched(x):
             inputs = x.reshape(-1, self.groups * self.padded_group)
             y: Tensor = torch.ops.billfish.w4a16_cpu(inputs, *self._weights)
+            y = y.view(*lead, self.padded_n)
         else:
             if self._product is None:
                 self._product = Product(self.isa, *self._weights)
-            y = x.new_empty((x.numel() // self._product.inputs, self.padded_n))
+            y = x.new_empty((*lead, self.padded_n))
             self._product(x, y)
-        y = y if self.padded_n == self.n else y[:, : self.n].contiguous()
-        y = y.view(*shape[:-1], self.n)
+        y = y if self.padded_n == self.n else y[..., : self.n].contiguous()
         return y if bias is None else y + bias
 
     def _inputs(self, x: Tensor) -> Tensor:  # (m, k) -> (m, padded k), as words have them
