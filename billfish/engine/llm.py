@@ -36,7 +36,7 @@ class LLM:
         path: Source,  # Loaded: `of`
         *,
         kv: str = "kv16",
-        dtype: str | torch.dtype = "auto",
+        dtype: str | torch.dtype = "auto",  # to compute in; auto: as load chooses
         device: str = "auto",
         max_model_len: int | None = None,  # of prompt and text; None: the model's
         max_num_seqs: int = 32,  # texts that are written at the same time
