@@ -30,7 +30,8 @@ ROWS = 64  # n is padded to this: whole tiles of every instruction set
 CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
-MATRIX_ROOM = 64 + 2 * 1024  # bytes: what registers of AMX are, and two of them full of sums
+BAND = 4  # strips whose codes are bytes at the same time, for AMX: they stay in L2
+MATRIX_ROOM = 64 + 5 * 1024  # bytes: what registers of AMX are, totals, two registers of sums twice
 _compiling = threading.Lock()  # LLVM has one context for all threads
 
 
@@ -38,7 +39,7 @@ def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
     """What the kernel writes to: of each thread, codes as bytes for AMX; of all, x as bytes with
     two numbers a chunk, and so of each where rows are few."""
     copies = threads if rows < ALONE else 1
-    of_thread = chunks * blocks * 128 + MATRIX_ROOM
+    of_thread = BAND * chunks * blocks * 128 + MATRIX_ROOM
     return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 
@@ -71,15 +72,14 @@ class Product:
     """A layer as the kernel sees it. The tensors must live as long as it does."""
 
     def __init__(
-        self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int,
-        span: int,
+        self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int
     ) -> None:  # fmt: skip
         strips, self.chunks, planes, self.blocks, lanes, _ = words.shape
         self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * lanes
         self.most = max(64, SLICE // self.inputs)  # rows
         numbers = (
             words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
-            scales.stride(0), strips, self.chunks, span, self.blocks, planes - 1,
+            scales.stride(0), strips, self.chunks, self.blocks, planes - 1,
         )  # fmt: skip
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self.layer = ctypes.addressof(self.numbers)
@@ -102,12 +102,9 @@ class Product:
             rows -= some
 
 
-def _product(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int, span: int
-) -> Tensor:
-    """x (m, padded k) by words as cpu_kernels has them -> (m, padded n) in x's dtype; a scale is
-    for `span` chunks."""
-    product = Product(cpu.isa(), words, scales, zeros, middle, span)
+def _product(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int) -> Tensor:
+    """x (m, padded k) by words as cpu_kernels has them -> (m, padded n) in x's dtype."""
+    product = Product(cpu.isa(), words, scales, zeros, middle)
     y = x.new_empty(len(x), product.outputs)
     product(x, y)
     return y
@@ -116,8 +113,7 @@ def _product(
 # For torch.compile and whatever else must see an operator; eager calls know their Product already.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "w4a16_cpu(Tensor x, Tensor words, Tensor scales, Tensor? zeros, int middle, int span) -> "
-    "Tensor"
+    "w4a16_cpu(Tensor x, Tensor words, Tensor scales, Tensor? zeros, int middle) -> Tensor"
 )
 _library.impl("w4a16_cpu", _product, "CPU")  # type: ignore[no-untyped-call]
 
@@ -157,17 +153,20 @@ class CpuOp:
         padding = (0, self.padded_group - self.group, 0, 0, 0, self.padded_n - self.n)
         codes = pad(codes.view(self.n, self.groups, self.group), padding)
         self.words = strip_words(codes.flatten(1), self.chunk, scheme.bits, self.isa.lanes)
-        self.scales = self._by_group(scales)
-        self.zeros = None if scheme.symmetric else self._by_group(zeros)
+        self.scales = self._by_chunk(scales)
+        self.zeros = None if scheme.symmetric else self._by_chunk(zeros)
         self._product: Product | None = None
 
-    def _by_group(self, values: Tensor) -> Tensor:  # (n, g) -> (g, padded n)
-        return pad(values, (0, 0, 0, self.padded_n - self.n)).T.contiguous()
+    def _by_chunk(self, values: Tensor) -> Tensor:  # (n, groups) -> (chunks, padded n)
+        chunks = values.repeat_interleave(self.padded_group // self.chunk, dim=1)
+        return pad(chunks, (0, 0, 0, self.padded_n - self.n)).T.contiguous()
+
+    def _by_group(self, values: Tensor) -> Tensor:  # the inverse
+        return values[:: self.padded_group // self.chunk, : self.n].T
 
     @property
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-        span = self.padded_group // self.chunk
-        return self.words, self.scales, self.zeros, self.scheme.grid.middle, span
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        return self.words, self.scales, self.zeros, self.scheme.grid.middle
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_product": None}  # it has addresses, which a copy does not share
@@ -205,8 +204,8 @@ class CpuOp:
         codes = codes.view(self.n, self.groups, -1)[:, :, : self.group].flatten(1)
         if self.order is not None:
             codes = codes[:, torch.argsort(self.order)]
-        scales = self.scales[:, : self.n].T
-        zeros = scales if self.zeros is None else self.zeros[:, : self.n].T
+        scales = self._by_group(self.scales)
+        zeros = scales if self.zeros is None else self._by_group(self.zeros)
         tensors = self.scheme.pack(codes, scales, zeros)
         if self.g_idx is not None:
             tensors["weight_g_idx"] = self.g_idx

@@ -41,13 +41,13 @@ from billfish.kernels.llvm import (
     vector,
     write_start,
 )
-from billfish.schemes.w4a16.cpu import ALONE, MATRIX_ROOM
+from billfish.schemes.w4a16.cpu import ALONE, BAND, MATRIX_ROOM
 
 STRIPS = 2  # of a tile: with one, loads of x are the limit; 4 hold no more than 2 rows in registers
 MATRIX = 16  # rows of x, outputs and four inputs in a register of AMX
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
-LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "span", "blocks", "upper")
+LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "blocks", "upper")
 _TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16}
 _NIBBLES = 0x0F0F0F0F
 
@@ -61,8 +61,8 @@ class Kind:
 
 
 class Layer:
-    """One layer in a kernel: scales are (groups, outputs) in rows of `stride`, zeros the same in
-    bytes, or the number itself; a group has `span` chunks."""
+    """One layer in a kernel: scales are (chunks, outputs) in rows of `stride`, zeros the same in
+    bytes, or the number itself."""
 
     words: Value
     scales: Value
@@ -70,7 +70,6 @@ class Layer:
     stride: Value
     strips: Value
     chunks: Value
-    span: Value
     blocks: Value  # of a chunk
     upper: Value  # planes, 0 or 1
 
@@ -85,7 +84,7 @@ class Layer:
     def grid(self, chunk: Value, strip: Value) -> tuple[Value, Value]:
         """Scales and zeros of the outputs of a strip."""
         w, lanes = self.w, self.kind.isa.lanes
-        at = chunk // self.span * self.stride + strip * lanes
+        at = chunk * self.stride + strip * lanes
         scales = _load(w, self.scales + at * self.kind.scale.itemsize, self.kind.scale, lanes)
         if not self.kind.zeros:
             return scales, w.spread(self.zeros.to(I32), lanes)
@@ -151,16 +150,15 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
 
 
 def _add(
-    w: Writer, total: Any, upper: Value, lower: Value, note: Value, scales: Value, zeros: Value
-) -> None:
-    """A chunk's sums of both halves of x, to the total of a row."""
+    w: Writer, total: Value, upper: Value, lower: Value, note: Value, scales: Value, zeros: Value
+) -> Value:
+    """A row's total and a chunk's sums of both halves of x."""
     lanes = scales.lanes
     step, summed = (
         w.spread(w.load(note + 4 * i, kind), lanes) for i, kind in enumerate((F32, I32))
     )
     exact = ((upper << 8) + lower - zeros * summed).to(F32)
-    name = f"llvm.fma.v{lanes}f32"
-    total.set(w.intrinsic(name, scales.type, exact, scales * step, total.get()))
+    return w.intrinsic(f"llvm.fma.v{lanes}f32", scales.type, exact, scales * step, total)
 
 
 def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
@@ -205,7 +203,8 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
             for row in range(rows):
                 note = notes + (layer.chunks * row + chunk) * 8
                 upper, lower = (sums[row, strip, half].get() for half in (0, 1))
-                _add(w, totals[row, strip], upper, lower, note, scales, zeros)
+                total = totals[row, strip]
+                total.set(_add(w, total.get(), upper, lower, note, scales, zeros))
     for row, strip in tile:
         at = layer.strips * (row * lanes) + (first + strip) * lanes
         _store(w, totals[row, strip].get(), y + at * kind.x.itemsize, kind.x)
@@ -213,13 +212,15 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
 
 
 def _write_matrices(module: ir.Module, kind: Kind) -> Any:
-    """The same by AMX, for rows in sixteens: matrices(layer, strip, planes, notes, y, rows, room).
+    """The same by AMX, for rows in sixteens and a band of strips:
+    matrices(layer, first, last, planes, notes, y, rows, room).
 
     A register of AMX has 16 rows of 64 bytes, and those of weights are words as they lie in strips
-    once nibbles are bytes: that is done once for all rows. Sums leave by way of memory.
+    once nibbles are bytes: that is done once for all rows. Sums leave by way of memory, and are
+    read there a chunk later: to wait for them took longer than the products.
     """
-    w = Writer(module, "matrices", 7)
-    address, strip, planes, notes, y, rows, room = w.arguments
+    w = Writer(module, "matrices", 8)
+    address, first, last, planes, notes, y, rows, room = w.arguments
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
 
@@ -229,19 +230,19 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
 
     inputs = layer.blocks * 8
     inputs = w.pick(w.less(inputs, 64), inputs, w.number(64))  # of one product
-    shapes, sums, bytes_ = room, room + 64, room + MATRIX_ROOM
-    for i in range(0, 64, 16):
-        w.store(w.constant(vector(I8, 16), 0), shapes + i)
+    shapes, totals, sums, bytes_ = (room + at for at in (0, 64, 64 + 1024, MATRIX_ROOM))
+    w.store(w.constant(vector(I8, 64), 0), shapes)
     w.store(w.constant(I8, 1), shapes)  # the palette
     full = w.number(MATRIX)
     registers = ((64, full), (64, full), (None, full), (None, full), (64, inputs // 4))
-    for i, (width, height) in enumerate(registers):  # 0, 1: sums; 2, 3: halves of x; 4: codes
-        w.store((w.number(width) if width else inputs).to(I16), shapes + (16 + 2 * i))
-        w.store(height.to(I8), shapes + (48 + i))
+    for at, (width, height) in enumerate(registers):  # 0, 1: sums; 2, 3: halves of x; 4: codes
+        w.store((w.number(width) if width else inputs).to(I16), shapes + (16 + 2 * at))
+        w.store(height.to(I8), shapes + (48 + at))
     tile("ldtilecfg", w.pointer(shapes))
 
-    source = layer.words + strip * layer.strip_bytes
-    with w.loop(w.number(0), layer.chunks) as chunk, w.loop(w.number(0), layer.blocks) as block:
+    source = layer.words + first * layer.strip_bytes
+    chunks = (last - first) * layer.chunks
+    with w.loop(w.number(0), chunks) as chunk, w.loop(w.number(0), layer.blocks) as block:
         lower = source + chunk * layer.chunk_bytes + block * (4 * lanes)
         above = w.load(lower, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
         below = w.load(lower + layer.upper * layer.blocks * (4 * lanes), ints)
@@ -249,30 +250,37 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
         w.store(((above & _NIBBLES) << 4) + (below & _NIBBLES), place)
         w.store((above & (_NIBBLES << 4)) + ((below >> 4) & _NIBBLES), place + 64)
 
-    with w.loop(w.number(0), rows, MATRIX) as row:
-        totals = [w.variable(w.constant(floats, 0.0)) for _ in range(MATRIX)]
+    with w.loop(w.number(0), rows, MATRIX) as row, w.loop(first, last) as strip:
+        with w.loop(w.number(0), full) as i:
+            w.store(w.constant(floats, 0.0), totals + i * 64)
         x = planes + row * layer.row_bytes
-        with w.loop(w.number(0), layer.chunks) as chunk:
-            tile("tilezero", 0)
-            tile("tilezero", 1)
-            here = x + chunk * layer.blocks * 16
-            codes = bytes_ + chunk * layer.blocks * 128
-            with w.loop(w.number(0), layer.blocks * 8 // inputs) as part:
-                tile("tileloadd64", 4, w.pointer(codes + part * 1024), w.number(64))
+        codes = bytes_ + (strip - first) * layer.chunks * layer.blocks * 128
+        with w.loop(w.number(0), layer.chunks + 1) as chunk:
+            with w.when(w.less(chunk, layer.chunks)):
+                tile("tilezero", 0)
+                tile("tilezero", 1)
+                here, there = x + chunk * layer.blocks * 16, codes + chunk * layer.blocks * 128
+                with w.loop(w.number(0), layer.blocks * 8 // inputs) as part:
+                    tile("tileloadd64", 4, w.pointer(there + part * 1024), w.number(64))
+                    for half in (0, 1):
+                        place = here + layer.blocks * (8 * half) + part * 64
+                        tile("tileloadd64", 2 + half, w.pointer(place), layer.row_bytes)
+                        tile("tdpbsud", half, 2 + half, 4)
                 for half in (0, 1):
-                    place = here + layer.blocks * (8 * half) + part * 64
-                    tile("tileloadd64", 2 + half, w.pointer(place), layer.row_bytes)
-                    tile("tdpbsud", half, 2 + half, 4)
-            for half in (0, 1):
-                tile("tilestored64", half, w.pointer(sums + 1024 * half), w.number(64))
-            scales, zeros = layer.grid(chunk, strip)
-            for i, total in enumerate(totals):
-                note = notes + ((row + i) * layer.chunks + chunk) * 8
-                upper, lower = (w.load(sums + (1024 * half + 64 * i), ints) for half in (0, 1))
-                _add(w, total, upper, lower, note, scales, zeros)
-        for i, total in enumerate(totals):
-            at = ((row + i) * layer.strips + strip) * lanes
-            _store(w, total.get(), y + at * kind.x.itemsize, kind.x)
+                    place = sums + (chunk & 1) * 2048 + 1024 * half
+                    tile("tilestored64", half, w.pointer(place), w.number(64))
+            with w.when(w.less(w.number(0), chunk)):
+                before = chunk - 1
+                scales, zeros = layer.grid(before, strip)
+                with w.loop(w.number(0), full) as i:
+                    note = notes + ((row + i) * layer.chunks + before) * 8
+                    place = sums + (before & 1) * 2048 + i * 64
+                    upper, lower = (w.load(place + 1024 * half, ints) for half in (0, 1))
+                    total = w.load(totals + i * 64, floats)
+                    w.store(_add(w, total, upper, lower, note, scales, zeros), totals + i * 64)
+        with w.loop(w.number(0), full) as i:
+            place = y + ((row + i) * layer.strips + strip) * (lanes * kind.x.itemsize)
+            _store(w, w.load(totals + i * 64, floats), place, kind.x)
     tile("tilerelease")
     return w.end()
 
@@ -288,7 +296,7 @@ def product(kind: Kind) -> Compiled:
     w = Writer(module, "work", 1)
     address, x, y, room, rows = (w.load(w.arguments[0] + 8 * i, I64) for i in range(5))
     layer, team = Layer(w, address, kind), Team(w)
-    own = layer.row_bytes * 8 + MATRIX_ROOM
+    own = layer.row_bytes * (8 * BAND) + MATRIX_ROOM
     notes = room + own * team.count
     first, last = team.share(rows * layer.chunks)
     alone = w.less(rows, ALONE)
@@ -300,21 +308,22 @@ def product(kind: Kind) -> Compiled:
     w.call(split, x, planes, notes, layer.blocks, first, last)
     with w.when(w.less(w.number(ALONE - 1), rows)):
         team.meet()
-    first, last = team.share(layer.strips // STRIPS)
+    first, last = (end * STRIPS for end in team.share(layer.strips // STRIPS))
+    begin = w.number(0)
+    if matrices is not None:
+        begin = rows // MATRIX * MATRIX
+        with w.when(w.less(w.number(0), begin)), w.loop(first, last + (BAND - 1), BAND) as band:
+            end = w.pick(w.less(band + BAND, last), band + BAND, last)
+            own_room = room + own * team.index
+            w.call(matrices, address, band, end, planes, notes, y, begin, own_room)
     width = layer.strips * (kind.isa.lanes * kind.x.itemsize)
-    with w.loop(first * STRIPS, last * STRIPS, STRIPS) as strip:
-        begin = w.number(0)
-        if matrices is not None:
-            begin = rows // MATRIX * MATRIX
-            with w.when(w.less(w.number(0), begin)):
-                for i in range(STRIPS):
-                    given = (planes, notes, y, begin, room + own * team.index)
-                    w.call(matrices, address, strip + i, *given)
+    with w.loop(first, last, STRIPS) as strip:
+        start = begin
         for count in kind.isa.rows:
-            end = begin + (rows - begin) // count * count
-            with w.loop(begin, end, count) as row:
+            end = start + (rows - start) // count * count
+            with w.loop(start, end, count) as row:
                 at = (planes + row * layer.row_bytes, notes + row * layer.chunks * 8)
                 w.call(tiles[count], address, strip, *at, y + row * width)
-            begin = end
+            start = end
     write_start(module, w.end(), 5)
     return compiled(module, kind.isa)
