@@ -29,16 +29,15 @@ def test_halves_are_those_of_numpy(tmp_path):
     source.write_text(PROGRAM)
     program = compile_cpp(source, tmp_path / "half", f"-I{HERE}")
 
-    halves = np.arange(65536, dtype=np.uint16).view(np.float16)
-    exact = halves.astype(np.float32)
-    steps = np.append(exact[:0x7C00], np.float32(65536))
-    ties = (steps[:-1] + steps[1:]) / 2
     random = np.random.default_rng(0).integers(2**32, size=1 << 20, dtype=np.uint32)
     powers = np.ldexp(np.float32(1), np.arange(-149, 128, dtype=np.int32))
-    floats = np.concatenate([exact, ties, powers, random.view(np.float32)])
     with np.errstate(all="ignore"):
-        above = np.nextafter(floats, np.float32(np.inf))
-        floats = np.concatenate([floats, above, -floats, -above])
+        exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+        steps = np.append(exact[:0x7C00], np.float32(65536))
+        ties = (steps[:-1] + steps[1:]) / 2
+        floats = np.concatenate([exact, ties, -ties, powers, random.view(np.float32)])
+        beside = [np.nextafter(floats, np.float32(end)) for end in (-np.inf, np.inf)]
+        floats = np.concatenate([floats, *beside])
         wanted = floats.astype(np.float16)
     ran = subprocess.run([program], input=floats.tobytes(), capture_output=True, check=True)
     same(np.frombuffer(ran.stdout[: 4 * 65536], np.float32), exact)
