@@ -28,13 +28,13 @@ class Isa:
     lanes: int  # 32-bit numbers in a vector
     rows: tuple[int, ...]  # rows of x in a tile of two vectors of outputs, as registers allow
     dot: Literal["vnni", "pairs", "neon", "plain"]  # the instruction, see kernels/llvm.py
-    matrices: bool = False  # AMX: 16 rows by 16 outputs by 64 inputs at once
+    matrices: bool = False  # AMX: 16 rows by 16 outputs by 32 inputs of bf16 at once
 
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _ALL = (
-    Isa("amx", _AVX512 | {"avx512vnni", "amx-tile", "amx-int8"}, 16, (4, 2, 1), "vnni", True),
+    Isa("amx", _AVX512 | {"avx512vnni", "amx-tile", "amx-bf16"}, 16, (4, 2, 1), "vnni", True),
     Isa("avx512vnni", _AVX512 | {"avx512vnni"}, 16, (4, 2, 1), "vnni"),
     Isa("avx512", _AVX512, 16, (4, 2, 1), "pairs"),
     Isa("avxvnni", _AVX2 | {"avxvnni"}, 8, (2, 1), "vnni"),

@@ -107,9 +107,12 @@ def test_within_its_bound(case: Case, dtype: torch.dtype) -> None:
         assert y.dtype == dtype and y.shape == (m, case.n)
         bound = chunk_largest(op, x).double() @ weight.T * 2**-15 * 1.004  # TOP is below 2^15
         bound += exact.abs() * torch.finfo(dtype).eps / 2 + x.double().abs() @ weight.T * 2**-20
+        rounded = dtype == BF16 and op.isa.matrices and m >= 32  # the weights, too
+        if rounded:
+            bound += x.double().abs() @ weight.T * 2**-9
         assert ((y.double() - exact).abs() <= bound).all()
         rms = float((y.double() - exact).norm() / exact.norm())
-        assert rms <= {BF16: 2e-3, FP16: 4e-4, FP32: 2e-4}[dtype]
+        assert rms <= {BF16: 3e-3 if rounded else 2e-3, FP16: 4e-4, FP32: 2e-4}[dtype]
 
 
 def chunk_largest(op: CpuOp, x: Tensor) -> Tensor:  # (m, k)
@@ -132,7 +135,7 @@ def test_every_instruction_set_gives_the_same_bits(
     assert op.words.shape[4] == isa.lanes
     back = op.canonical()
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
-    x = torch.randn(39, case.k)  # AMX takes 32 of them
+    x = torch.randn(39, case.k)
     assert torch.equal(op(x), best(x))
     for rows in (1, 2, 3, 7, 16):
         assert torch.equal(op(x[:rows]), best(x)[:rows])

@@ -30,16 +30,16 @@ ROWS = 64  # n is padded to this: whole tiles of every instruction set
 CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
-BAND = 4  # strips whose codes are bytes at the same time, for AMX: they stay in L2
-MATRIX_ROOM = 64 + 5 * 1024  # bytes: what registers of AMX are, totals, two registers of sums twice
+BAND = 4  # strips that are decoded at the same time, for AMX: they stay in L2
+MATRIX_ROOM = 64 + 4 * 1024  # bytes: what registers of AMX are, and four of them
 _compiling = threading.Lock()  # LLVM has one context for all threads
 
 
 def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
-    """What the kernel writes to: of each thread, codes as bytes for AMX; of all, x as bytes with
+    """What the kernel writes to: of each thread, decoded strips for AMX; of all, x as bytes with
     two numbers a chunk, and so of each where rows are few."""
     copies = threads if rows < ALONE else 1
-    of_thread = BAND * chunks * blocks * 128 + MATRIX_ROOM
+    of_thread = BAND * chunks * blocks * 256 + MATRIX_ROOM
     return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 

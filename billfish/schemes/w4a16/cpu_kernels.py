@@ -1,11 +1,15 @@
 """The kernel of w4a16 on a CPU, for any of its instruction sets (kernels/cpu.py).
 
 Every 16 bits of x are two signed bytes, and an instruction that multiplies bytes and adds four
-products (VNNI, NEON's sdot, AMX) takes codes as they are: two instructions where fp32 needs eight,
+products (VNNI, NEON's sdot) takes codes as they are: two instructions where fp32 needs eight,
 and no weight is decoded. x is rounded to 16 bits in steps of 2^e, which each chunk of inputs has
 for itself: the error is at most 2^-15 of the largest x of its chunk (bf16's: 2^-9 of each x). Sums
 over a chunk are integers, exact; chunks are added in fp32 in order. So a row's bits depend on no
 other row, no number of threads and no instruction set.
+
+The exception is AMX, whose matrix unit multiplies bf16 eight times as fast: 32 rows of bf16 and
+more are multiplied by decoded weights, rounded to bf16 once. (AMX on bytes was tried: to take sums
+out of its registers for each chunk costs twice what the products do.)
 
     strip   as many outputs as a vector has lanes
     chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
@@ -44,7 +48,7 @@ from billfish.kernels.llvm import (
 from billfish.schemes.w4a16.cpu import ALONE, BAND, MATRIX_ROOM
 
 STRIPS = 2  # of a tile: with one, loads of x are the limit; 4 hold no more than 2 rows in registers
-MATRIX = 16  # rows of x, outputs and four inputs in a register of AMX
+MATRIX = 16  # rows of a register of AMX
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
 LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "blocks", "upper")
@@ -98,12 +102,17 @@ def _load(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Value:
     return raw if dtype == torch.float32 else raw.to(F32)
 
 
+def _nearest(value: Value) -> Value:
+    """bf16 in the upper half, ties to even; of a number."""
+    bits = value.as_bits(vector(I32, value.lanes))
+    return bits + ((bits >> 16) & 1) + 0x7FFF
+
+
 def _store(w: Writer, value: Value, address: Value, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         bits = value.as_bits(vector(I32, value.lanes))
-        nearest = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # ties to even
         number = w.less(bits & 0x7FFFFFFF, 0x7F800001)
-        value = w.pick(number, nearest, w.constant(bits.type, 0x7FC0)).to(I16)
+        value = w.pick(number, _nearest(value) >> 16, w.constant(bits.type, 0x7FC0)).to(I16)
     elif dtype == torch.float16:
         value = value.to(F16)
     w.store(value, address)
@@ -211,76 +220,77 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
     return w.end()
 
 
-def _write_matrices(module: ir.Module, kind: Kind) -> Any:
-    """The same by AMX, for rows in sixteens and a band of strips:
-    matrices(layer, first, last, planes, notes, y, rows, room).
-
-    A register of AMX has 16 rows of 64 bytes, and those of weights are words as they lie in strips
-    once nibbles are bytes: that is done once for all rows. Sums leave by way of memory, and are
-    read there a chunk later: to wait for them took longer than the products.
-    """
-    w = Writer(module, "matrices", 8)
-    address, first, last, planes, notes, y, rows, room = w.arguments
+def _write_decode(module: ir.Module, kind: Kind) -> Any:
+    """Strips [first, last) as bf16, rounded once, in the order of AMX: of each pair of inputs, two
+    numbers in every lane. decode(layer, first, last, out)"""
+    w = Writer(module, "decode", 4)
+    address, first, last, out = w.arguments
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
-    ints, floats = vector(I32, lanes), vector(F32, lanes)
+    ints = vector(I32, lanes)
+    with w.loop(first, last) as strip, w.loop(w.number(0), layer.chunks) as chunk:
+        scales, zeros = layer.grid(chunk, strip)
+        source = layer.words + strip * layer.strip_bytes + chunk * layer.chunk_bytes
+        target = out + ((strip - first) * layer.chunks + chunk) * layer.blocks * (16 * lanes)
+        with w.loop(w.number(0), layer.blocks) as block:
+            place = source + block * (4 * lanes)
+            above = w.load(place, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
+            below = w.load(place + layer.upper * layer.blocks * (4 * lanes), ints)
+            for pair in range(4):
+                even, odd = (
+                    _nearest((code - zeros).to(F32) * scales)
+                    for at in (2 * pair, 2 * pair + 1)
+                    for shift in (8 * (at % 4) + 4 * (at // 4),)
+                    for code in (((above >> shift) & 15) * 16 + ((below >> shift) & 15),)
+                )
+                both = (odd & 0xFFFF0000) + (even >> 16)
+                w.store(both, target + block * (16 * lanes) + pair * (4 * lanes))
+    return w.end()
+
+
+def _write_matrices(module: ir.Module, kind: Kind) -> Any:
+    """bf16 by AMX, for rows of x in 32s: matrices(layer, first, last, x, y, rows, room).
+
+    A register has 16 rows of 64 bytes. Four of them are sums of 32 rows and two strips; two rows of
+    registers of x and two strips of decoded weights are loaded for four products, each of which
+    takes as long as two loads. Strips are decoded once for all rows.
+    """
+    decode = _write_decode(module, kind)
+    w = Writer(module, "matrices", 7)
+    address, first, last, x, y, rows, room = w.arguments
+    layer, lanes = Layer(w, address, kind), kind.isa.lanes
 
     def tile(name: str, *given: int | Value) -> None:
         values = [w.constant(I8, each) if isinstance(each, int) else each for each in given]
         w.intrinsic(f"llvm.x86.{name}", ir.VoidType(), *values)
 
-    inputs = layer.blocks * 8
-    inputs = w.pick(w.less(inputs, 64), inputs, w.number(64))  # of one product
-    shapes, totals, sums, bytes_ = (room + at for at in (0, 64, 64 + 1024, MATRIX_ROOM))
+    shapes, sums, weights = room, room + 64, room + MATRIX_ROOM
     w.store(w.constant(vector(I8, 64), 0), shapes)
-    w.store(w.constant(I8, 1), shapes)  # the palette
-    full = w.number(MATRIX)
-    registers = ((64, full), (64, full), (None, full), (None, full), (64, inputs // 4))
-    for at, (width, height) in enumerate(registers):  # 0, 1: sums; 2, 3: halves of x; 4: codes
-        w.store((w.number(width) if width else inputs).to(I16), shapes + (16 + 2 * at))
-        w.store(height.to(I8), shapes + (48 + at))
+    w.store(w.constant(I8, 1), shapes)  # the palette; then the widths in bytes, and the rows
+    w.store(w.constant(vector(I16, 8), 64), shapes + 16)
+    w.store(w.constant(vector(I8, 8), MATRIX), shapes + 48)
     tile("ldtilecfg", w.pointer(shapes))
-
-    source = layer.words + first * layer.strip_bytes
-    chunks = (last - first) * layer.chunks
-    with w.loop(w.number(0), chunks) as chunk, w.loop(w.number(0), layer.blocks) as block:
-        lower = source + chunk * layer.chunk_bytes + block * (4 * lanes)
-        above = w.load(lower, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
-        below = w.load(lower + layer.upper * layer.blocks * (4 * lanes), ints)
-        place = bytes_ + (chunk * layer.blocks + block) * 128
-        w.store(((above & _NIBBLES) << 4) + (below & _NIBBLES), place)
-        w.store((above & (_NIBBLES << 4)) + ((below >> 4) & _NIBBLES), place + 64)
-
-    with w.loop(w.number(0), rows, MATRIX) as row, w.loop(first, last) as strip:
-        with w.loop(w.number(0), full) as i:
-            w.store(w.constant(floats, 0.0), totals + i * 64)
-        x = planes + row * layer.row_bytes
-        codes = bytes_ + (strip - first) * layer.chunks * layer.blocks * 128
-        with w.loop(w.number(0), layer.chunks + 1) as chunk:
-            with w.when(w.less(chunk, layer.chunks)):
-                tile("tilezero", 0)
-                tile("tilezero", 1)
-                here, there = x + chunk * layer.blocks * 16, codes + chunk * layer.blocks * 128
-                with w.loop(w.number(0), layer.blocks * 8 // inputs) as part:
-                    tile("tileloadd64", 4, w.pointer(there + part * 1024), w.number(64))
-                    for half in (0, 1):
-                        place = here + layer.blocks * (8 * half) + part * 64
-                        tile("tileloadd64", 2 + half, w.pointer(place), layer.row_bytes)
-                        tile("tdpbsud", half, 2 + half, 4)
-                for half in (0, 1):
-                    place = sums + (chunk & 1) * 2048 + 1024 * half
-                    tile("tilestored64", half, w.pointer(place), w.number(64))
-            with w.when(w.less(w.number(0), chunk)):
-                before = chunk - 1
-                scales, zeros = layer.grid(before, strip)
-                with w.loop(w.number(0), full) as i:
-                    note = notes + ((row + i) * layer.chunks + before) * 8
-                    place = sums + (before & 1) * 2048 + i * 64
-                    upper, lower = (w.load(place + 1024 * half, ints) for half in (0, 1))
-                    total = w.load(totals + i * 64, floats)
-                    w.store(_add(w, total, upper, lower, note, scales, zeros), totals + i * 64)
-        with w.loop(w.number(0), full) as i:
-            place = y + ((row + i) * layer.strips + strip) * (lanes * kind.x.itemsize)
-            _store(w, w.load(totals + i * 64, floats), place, kind.x)
+    w.call(decode, address, first, last, weights)
+    inputs = layer.chunks * layer.blocks * 8
+    row_bytes, strip_bytes = inputs * 2, inputs * (2 * lanes)
+    with w.loop(w.number(0), rows, 2 * MATRIX) as row, w.loop(first, last, STRIPS) as strip:
+        for i in range(4):
+            tile("tilezero", i)
+        here, there = x + row * row_bytes, weights + (strip - first) * strip_bytes
+        with w.loop(w.number(0), inputs // 32) as part:
+            for i in (0, 1):
+                some = here + row_bytes * (MATRIX * i) + part * 64
+                tile("tileloadd64", 4 + i, w.pointer(some), row_bytes)
+                some = there + strip_bytes * i + part * 1024
+                tile("tileloadd64", 6 + i, w.pointer(some), w.number(64))
+            for i in range(4):
+                tile("tdpbf16ps", i, 4 + i // 2, 6 + i % 2)
+        for i in range(4):
+            tile("tilestored64", i, w.pointer(sums + 1024 * i), w.number(64))
+        with w.loop(w.number(0), w.number(MATRIX)) as line:
+            for i in range(4):
+                at = (row + line + MATRIX * (i // 2)) * layer.strips + strip + i % 2
+                total = w.load(sums + line * 64 + 1024 * i, vector(F32, lanes))
+                _store(w, total, y + at * (2 * lanes), kind.x)
     tile("tilerelease")
     return w.end()
 
@@ -292,38 +302,38 @@ def product(kind: Kind) -> Compiled:
     module = ir.Module()
     split = _write_split(module, kind.x)
     tiles = {rows: _write_tile(module, kind, rows) for rows in kind.isa.rows}
-    matrices = _write_matrices(module, kind) if kind.isa.matrices else None
     w = Writer(module, "work", 1)
     address, x, y, room, rows = (w.load(w.arguments[0] + 8 * i, I64) for i in range(5))
     layer, team = Layer(w, address, kind), Team(w)
-    own = layer.row_bytes * (8 * BAND) + MATRIX_ROOM
-    notes = room + own * team.count
-    first, last = team.share(rows * layer.chunks)
+    first, last = (end * STRIPS for end in team.share(layer.strips // STRIPS))
+    inputs, outputs = layer.chunks * layer.blocks * 8, layer.strips * kind.isa.lanes
+    own = inputs * (2 * kind.isa.lanes * BAND) + MATRIX_ROOM
+    if kind.isa.matrices and kind.x == torch.bfloat16:
+        many = rows // (2 * MATRIX) * (2 * MATRIX)
+        many = w.pick(w.less(inputs & 31, 1), many, w.number(0))
+        matrices = _write_matrices(module, kind)
+        with w.when(w.less(w.number(0), many)), w.loop(first, last + (BAND - 1), BAND) as band:
+            end = w.pick(w.less(band + BAND, last), band + BAND, last)
+            w.call(matrices, address, band, end, x, y, many, room + own * team.index)
+        x, y, rows = x + many * inputs * 2, y + many * outputs * 2, rows - many
+
     alone = w.less(rows, ALONE)
-    first = w.pick(alone, w.number(0), first)
-    last = w.pick(alone, rows * layer.chunks, last)
-    copy = rows * (layer.chunks * 8 + layer.row_bytes)
-    notes = notes + w.pick(alone, team.index * copy, w.number(0))
+    begin, end = team.share(rows * layer.chunks)
+    begin = w.pick(alone, w.number(0), begin)
+    end = w.pick(alone, rows * layer.chunks, end)
+    copy = w.pick(alone, team.index * rows * (layer.chunks * 8 + layer.row_bytes), w.number(0))
+    notes = room + own * team.count + copy
     planes = notes + rows * layer.chunks * 8
-    w.call(split, x, planes, notes, layer.blocks, first, last)
+    w.call(split, x, planes, notes, layer.blocks, begin, end)
     with w.when(w.less(w.number(ALONE - 1), rows)):
         team.meet()
-    first, last = (end * STRIPS for end in team.share(layer.strips // STRIPS))
-    begin = w.number(0)
-    if matrices is not None:
-        begin = rows // MATRIX * MATRIX
-        with w.when(w.less(w.number(0), begin)), w.loop(first, last + (BAND - 1), BAND) as band:
-            end = w.pick(w.less(band + BAND, last), band + BAND, last)
-            own_room = room + own * team.index
-            w.call(matrices, address, band, end, planes, notes, y, begin, own_room)
-    width = layer.strips * (kind.isa.lanes * kind.x.itemsize)
     with w.loop(first, last, STRIPS) as strip:
-        start = begin
+        begin = w.number(0)
         for count in kind.isa.rows:
-            end = start + (rows - start) // count * count
-            with w.loop(start, end, count) as row:
+            end = begin + (rows - begin) // count * count
+            with w.loop(begin, end, count) as row:
                 at = (planes + row * layer.row_bytes, notes + row * layer.chunks * 8)
-                w.call(tiles[count], address, strip, *at, y + row * width)
-            start = end
+                w.call(tiles[count], address, strip, *at, y + row * outputs * kind.x.itemsize)
+            begin = end
     write_start(module, w.end(), 5)
     return compiled(module, kind.isa)
