@@ -21,12 +21,12 @@ import torch
 
 from billfish.compute import VARIABLE, cpu_type
 from billfish.errors import UserError
+from billfish.kernels import cpu as processor
 from billfish.kernels import jit
 from billfish.kernels.cache import directory as cache_directory
 from billfish.kernels.device import gpu as gpu_of
 from billfish.kernels.launch import Loaded, LoadError
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cpu import kernel_half
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -69,7 +69,7 @@ EXTRAS = {  # package -> (extra, what it is for)
 def diagnose() -> list[Finding]:
     found = [python(), *(package(wanted) for wanted in REQUIRED)]
     found += [extra(name) for name in EXTRAS]
-    found += [cpu(), compute(), threads(), int4_kernel(), gpu(), nvrtc(), kernels()]
+    found += [cpu(), compute(), threads(), cpu_kernels(), gpu(), nvrtc(), kernels()]
     found += [cache(), disk(), hub()]
     return found
 
@@ -177,15 +177,22 @@ def threads() -> Finding:
     return Finding("threads", "ok", detail)
 
 
-def int4_kernel() -> Finding:
-    half = kernel_half()
-    if half is None:
-        detail = (
-            "PyTorch's int4 CPU kernel does not fit this processor: every call decodes its weights "
-            "first. Right, but slower than the kernel for one token at a time."
-        )
-        return Finding("int4 kernel", "note", detail)
-    return Finding("int4 kernel", "ok", f"PyTorch's int4 CPU kernel, blocks of {2 * half} outputs")
+def cpu_kernels() -> Finding:
+    """Which instructions multiply codes; llvmlite compiles for them at a layer's first call."""
+    if installed("llvmlite") is None:
+        return Finding("cpu kernels", "problem", "llvmlite, which compiles them, is not installed.",
+                       "pip install llvmlite")  # fmt: skip
+    try:
+        found = processor.isa()
+    except UserError as error:
+        return Finding("cpu kernels", "problem", str(error), f"unset {processor.VARIABLE}")
+    team = (
+        "threads of PyTorch's" if processor.openmp() else "one thread: PyTorch's are not OpenMP's"
+    )
+    detail = f"{found.name}, {found.lanes} outputs at a time, {team}"
+    if found.name == "plain":
+        return Finding("cpu kernels", "note", f"{detail}; no instruction multiplies bytes: slow.")
+    return Finding("cpu kernels", "ok", detail)
 
 
 # -- GPU

@@ -56,7 +56,7 @@ def test_everything_is_wrong_and_has_a_fix(monkeypatch, tmp_path):
     versions(monkeypatch, torch="2.9.1+cu128", transformers="4.57.0")
     found = {finding.name: finding for finding in diagnose()}
     problems = [finding for finding in found.values() if finding.status == "problem"]
-    names = {"python", "torch", "transformers", "safetensors", "cache"}
+    names = {"python", "torch", "transformers", "safetensors", "cpu kernels", "cache"}
     assert {finding.name for finding in problems} == names
     assert all(finding.fix for finding in problems)
     assert "not a directory" in found["cache"].detail
@@ -122,10 +122,19 @@ def test_threads(monkeypatch, tmp_path):
     assert "OMP_NUM_THREADS is 1" in doctor.threads().detail
 
 
-@pytest.mark.parametrize(("half", "status"), [(32, "ok"), (16, "ok"), (None, "note")])
-def test_int4_kernel(half, status, monkeypatch):
-    monkeypatch.setattr(doctor, "kernel_half", lambda: half)
-    assert doctor.int4_kernel().status == status
+@pytest.mark.parametrize(
+    ("name", "status"), [("avx512vnni", "ok"), ("dotprod", "ok"), ("plain", "note")]
+)
+def test_cpu_kernels(name, status, monkeypatch):
+    monkeypatch.setattr(doctor.processor, "isa", lambda: doctor.processor.ISAS[name])
+    found = doctor.cpu_kernels()
+    assert found.status == status and name in found.detail
+
+
+def test_no_cpu_kernels(monkeypatch):
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    found = doctor.cpu_kernels()
+    assert found.status == "problem" and found.fix == "pip install llvmlite"
 
 
 # -- GPU

@@ -9,7 +9,8 @@ loaded.
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,18 @@ class BillfishConfig(QuantizationConfigMixin):
 class StoredLinear(nn.Module):
     """Stands in for a linear while the checkpoint is read: its tensors, under the file's names."""
 
-    def __init__(self, dialect: Dialect, scheme: W4A16, linear: nn.Linear, bias: bool) -> None:
+    def __init__(
+        self, dialect: Dialect, scheme: W4A16, linear: nn.Linear, bias: bool,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:  # fmt: skip
+        """`dtypes` are those of the file, so that the model's own type changes no weight."""
         super().__init__()
         self.dialect, self.scheme = dialect, scheme
         self.n, self.k, self.dtype = linear.out_features, linear.in_features, linear.weight.dtype
         self.bias_expected = linear.bias is not None
         for name, spec in dialect.stored(scheme, self.n, self.k, self.dtype).items():
+            if spec.dtype.is_floating_point:
+                spec = replace(spec, dtype=dtypes.get(name, spec.dtype))
             self.register_buffer(name, spec.empty("meta"))
         empty = torch.empty(self.n, dtype=self.dtype, device="meta")
         self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
@@ -77,9 +84,11 @@ class StoredLinear(nn.Module):
             bias = None  # AutoGPTQ wrote zeros where a model has no bias
         linear = QuantLinear(scheme, self.n, self.k, dtype=self.dtype, device="meta")
         linear.bias = bias
+        # A CPU multiplies scales of any type; a GPU's fastest kernels take those of x.
+        cast = self.dtype if device.type != "cpu" else None
         linear.set_tensors(
             {
-                name: tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+                name: tensor.to(device, cast if tensor.is_floating_point() else None)
                 for name, tensor in tensors.items()
             }
         )
@@ -102,11 +111,11 @@ class BillfishQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         warn_if_slow(model.dtype, kwargs.get("device_map"))
-        held = tensor_names(checkpoint_files or ())
-        parts: dict[str, list[str]] = {}
-        for tensor in held:
+        held = tensor_dtypes(checkpoint_files or ())
+        parts: dict[str, dict[str, torch.dtype]] = {}
+        for tensor, dtype in held.items():
             owner, _, part = tensor.rpartition(".")
-            parts.setdefault(owner, []).append(part)
+            parts.setdefault(owner, {})[part] = dtype
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear):
@@ -133,9 +142,10 @@ class BillfishQuantizer(HfQuantizer):
             except UserError as error:
                 raise UserError(f"{in_file}: {error}") from None
             bias = module.bias is not None or f"{in_file}.bias" in held
-            replace_module(model, name, StoredLinear(self.dialect, scheme, module, bias))
+            stored = StoredLinear(self.dialect, scheme, module, bias, parts.get(in_file, {}))
+            replace_module(model, name, stored)
 
-    def _name_in_file(self, name: str, prefix: str, held: set[str]) -> str:
+    def _name_in_file(self, name: str, prefix: str, held: Container[str]) -> str:
         """A model and its file may differ by the base model's prefix (LlamaModel, ForCausalLM)."""
         for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
             if f"{candidate}.{self.dialect.words}" in held or f"{candidate}.weight" in held:
@@ -180,13 +190,13 @@ class BillfishQuantizer(HfQuantizer):
         return False
 
 
-def tensor_names(files: Iterable[str]) -> set[str]:
+def tensor_dtypes(files: Iterable[str]) -> dict[str, torch.dtype]:
     """What the checkpoint holds; of anything but safetensors nothing is known beforehand."""
     return {
-        name
+        name: entry.dtype
         for file in files
         if str(file).endswith(".safetensors")
-        for name in read_header(Path(file))
+        for name, entry in read_header(Path(file)).items()
     }
 
 

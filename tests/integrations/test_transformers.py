@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from billfish.driver import Request, quantize
 from billfish.errors import UserError
 from billfish.integrations import register_when_imported
 from billfish.models.compressed import CompressedTensors
 from billfish.models.gptq import Gptq
+from billfish.models.hf import Checkpoint
 from billfish.models.linear import QuantLinear
 from billfish.schemes.w4a16 import W4A16
 
@@ -444,3 +446,16 @@ def test_the_hook_itself_imports_next_to_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_type_it_runs_in_changes_no_weight(llama, tmp_path, dtype):
+    """Scales of fp16 stay what they are on a CPU; bf16 would round them by up to 2^-9."""
+    request = Request(llama, tmp_path / "w4", W4A16(4, 32), "rtn", stored_dtype=torch.float16)
+    quantize(request)
+    stored, model = Checkpoint(tmp_path / "w4"), load(tmp_path / "w4", dtype=dtype)
+    assert packed(model) and model.dtype == dtype
+    for name, layer in packed(model).items():
+        scales = layer.tensors()["weight_scale"]
+        assert scales.dtype == torch.float16
+        assert torch.equal(scales, stored.tensor(f"{name}.weight_scale"))
