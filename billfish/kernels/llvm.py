@@ -145,6 +145,11 @@ class Writer:
     def store(self, value: Value, address: Value) -> None:
         self.builder.store(value.raw, self.pointer(address).raw, align=1)
 
+    def prefetch(self, address: Value) -> None:
+        """Of memory that need not be there."""
+        flags = [self.constant(I32, each) for each in (0, 3, 1)]  # to read, to keep, data
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), self.pointer(address), *flags)
+
     def intrinsic(self, name: str, result: Any, *values: Value) -> Value:
         kind = ir.FunctionType(result, [value.type for value in values])
         known = self.module.globals.get(name) or ir.Function(self.module, kind, name)

@@ -2,7 +2,8 @@
 within the bound of 16-bit activations, and the same bits for every instruction set, number of
 threads and batch. How fast it is belongs to `billfish bench`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from billfish.errors import UserError
 from billfish.formats.grid import group_count
 from billfish.kernels import cpu as processor
+from billfish.kernels import llvm
 from billfish.schemes.w4a16 import cpu
 from billfish.schemes.w4a16.cpu import CpuOp
 from billfish.schemes.w4a16.reference import ReferenceOp
@@ -132,13 +134,77 @@ def test_every_instruction_set_gives_the_same_bits(
     best = CpuOp(case.scheme, tensors)
     on(isa, monkeypatch)
     op = CpuOp(case.scheme, tensors)
-    assert op.words.shape[4] == isa.lanes
+    assert op.words.shape[4] == 2 * isa.lanes
     back = op.canonical()
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
     x = torch.randn(39, case.k)
     assert torch.equal(op(x), best(x))
     for rows in (1, 2, 3, 7, 16):
         assert torch.equal(op(x[:rows]), best(x)[:rows])
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> processor.Isa:
+    """AMX on any processor: its instructions as plain code, its registers as memory."""
+    registers = torch.zeros(8, 16, 16, dtype=torch.int32)
+    written = llvm.Writer.intrinsic
+
+    def intrinsic(w: llvm.Writer, name: str, result: Any, *values: llvm.Value) -> Any:
+        if not name.startswith(("llvm.x86.tile", "llvm.x86.tdp", "llvm.x86.ldtile")):
+            return written(w, name, result, *values)
+        tiles = [
+            w.number(registers[v.raw.constant].data_ptr()) for v in values if v.type == llvm.I8
+        ]
+        lane, zero = llvm.vector(llvm.I32, 16), w.number(0)
+        with w.loop(zero, w.number(16)) as row:
+            if name.endswith("tilezero"):
+                w.store(w.constant(lane, 0), tiles[0] + row * 64)
+            if name.endswith(("tileloadd64", "tilestored64")):
+                memory = llvm.Value(w, w.builder.ptrtoint(values[1].raw, llvm.I64))
+                places = memory + row * values[2], tiles[0] + row * 64
+                source, target = places if "load" in name else places[::-1]
+                w.store(w.load(source, lane), target)
+            if name.endswith("tdpbf16ps"):
+                with w.loop(zero, w.number(16)) as k:
+                    a = w.spread(w.load(tiles[1] + row * 64 + k * 4, llvm.I32), 16)
+                    b = w.load(tiles[2] + k * 64, lane)
+                    floats = llvm.vector(llvm.F32, 16)
+                    even = (a << 16).as_bits(floats) * (b << 16).as_bits(floats)
+                    odd = (a & 0xFFFF0000).as_bits(floats) * (b & 0xFFFF0000).as_bits(floats)
+                    total = w.load(tiles[0] + row * 64, floats) + even + odd
+                    w.store(total, tiles[0] + row * 64)
+        return None
+
+    monkeypatch.setattr(llvm.Writer, "intrinsic", intrinsic)
+    isa = replace(processor.ISAS["amx"], name="amx, emulated", dot="plain", needs=frozenset())
+    on(isa, monkeypatch)
+    return isa
+
+
+AMX = [Case(W4A16(4, 64), n=200, k=192), Case(W4A16(4, 32, False), n=64, k=32),
+       Case(W4A16(8, 128, False), 128, 256, FP16), Case(W4A16(4, 8), n=96, k=40)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AMX, ids=str)
+def test_matrices(case: Case, amx: processor.Isa) -> None:
+    """32 rows of bf16 at a time by AMX, the rest and inputs that are no multiple of 32 by codes."""
+    one = torch.get_num_threads()
+    torch.set_num_threads(1)  # the emulated registers are one set
+    tensors = case.tensors()
+    op, weight = CpuOp(case.scheme, tensors), case.scheme.dequantize(tensors)
+    assert op.isa is amx
+    eye = torch.eye(case.k, dtype=BF16).repeat(3, 1)[:101]
+    assert torch.equal(op(eye), weight.bfloat16().T.repeat(3, 1)[:101])
+    x = torch.randn(70, case.k).bfloat16()
+    exact = x.double() @ weight.double().T
+    assert (op(x).double() - exact).norm() <= 3e-3 * exact.norm()
+    # In whole numbers nothing is rounded but the result: any slip of an address shows.
+    whole = Case(case.scheme, case.n, case.k, case.scale_dtype).tensors()
+    whole["weight_scale"].fill_(1)
+    op, numbers = CpuOp(case.scheme, whole), torch.randint(-3, 4, (64, case.k)).bfloat16()
+    wanted = numbers.double() @ case.scheme.dequantize(whole).double().T
+    assert torch.equal(op(numbers), wanted.bfloat16())
+    torch.set_num_threads(one)
 
 
 def test_a_row_depends_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

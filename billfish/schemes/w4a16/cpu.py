@@ -30,7 +30,9 @@ ROWS = 64  # n is padded to this: whole tiles of every instruction set
 CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
-BAND = 4  # strips that are decoded at the same time, for AMX: they stay in L2
+# Of outputs in a strip: with one, loads of x are the limit; 4 leave registers for two rows only.
+VECTORS = 2
+BAND = 2  # strips that are decoded at the same time, for AMX: they stay in L2
 MATRIX_ROOM = 64 + 4 * 1024  # bytes: what registers of AMX are, and four of them
 _compiling = threading.Lock()  # LLVM has one context for all threads
 
@@ -39,7 +41,7 @@ def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
     """What the kernel writes to: of each thread, decoded strips for AMX; of all, x as bytes with
     two numbers a chunk, and so of each where rows are few."""
     copies = threads if rows < ALONE else 1
-    of_thread = BAND * chunks * blocks * 256 + MATRIX_ROOM
+    of_thread = BAND * chunks * blocks * 512 + MATRIX_ROOM
     return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 
@@ -74,8 +76,8 @@ class Product:
     def __init__(
         self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int
     ) -> None:  # fmt: skip
-        strips, self.chunks, planes, self.blocks, lanes, _ = words.shape
-        self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * lanes
+        strips, self.chunks, planes, self.blocks, width, _ = words.shape
+        self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * width
         self.most = max(64, SLICE // self.inputs)  # rows
         numbers = (
             words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
@@ -152,7 +154,9 @@ class CpuOp:
         self.padded_n = self.n + -self.n % ROWS
         padding = (0, self.padded_group - self.group, 0, 0, 0, self.padded_n - self.n)
         codes = pad(codes.view(self.n, self.groups, self.group), padding)
-        self.words = strip_words(codes.flatten(1), self.chunk, scheme.bits, self.isa.lanes)
+        self.words = strip_words(
+            codes.flatten(1), self.chunk, scheme.bits, VECTORS * self.isa.lanes
+        )
         self.scales = self._by_chunk(scales)
         self.zeros = None if scheme.symmetric else self._by_chunk(zeros)
         self._product: Product | None = None
@@ -236,19 +240,19 @@ class CpuOp:
         """It has no such kernel."""
 
 
-def strip_words(codes: Tensor, chunk: int, bits: int, lanes: int) -> Tensor:
+def strip_words(codes: Tensor, chunk: int, bits: int, width: int) -> Tensor:
     """(n, k) uint8 -> words as cpu_kernels has them."""
     n, k = codes.shape
     planes = [codes] if bits <= 4 else [codes >> 4, codes & 15]
-    # (strips, lanes, chunks, blocks, 2, 4) of each plane
-    parts = [plane.view(n // lanes, lanes, k // chunk, chunk // 8, 2, 4) for plane in planes]
+    # (strips, width, chunks, blocks, 2, 4) of each plane
+    parts = [plane.view(n // width, width, k // chunk, chunk // 8, 2, 4) for plane in planes]
     pairs = torch.stack([part[..., 0, :] | part[..., 1, :] << 4 for part in parts], 3)
     return pairs.permute(0, 2, 3, 4, 1, 5).contiguous()
 
 
 def codes_of(words: Tensor, bits: int) -> Tensor:
     """The inverse of strip_words."""
-    pairs = words.permute(0, 4, 1, 2, 3, 5)  # (strips, lanes, chunks, planes, blocks, 4)
+    pairs = words.permute(0, 4, 1, 2, 3, 5)  # (strips, width, chunks, planes, blocks, 4)
     codes = torch.stack([pairs & 15, pairs >> 4], -2).flatten(-2)
     codes = codes[:, :, :, 0] if bits <= 4 else codes[:, :, :, 0] << 4 | codes[:, :, :, 1]
     return codes.reshape(words.shape[0] * words.shape[4], -1)

@@ -11,11 +11,12 @@ The exception is AMX, whose matrix unit multiplies bf16 eight times as fast: 32 
 more are multiplied by decoded weights, rounded to bf16 once. (AMX on bytes was tried: to take sums
 out of its registers for each chunk costs twice what the products do.)
 
-    strip   as many outputs as a vector has lanes
+    strip   as many outputs as two vectors have lanes
     chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
     block   8 inputs of a strip: byte j of lane i is code[i, j] | code[i, j + 4] << 4
-    words   (strips, chunks, planes, blocks, lanes, 4) bytes; of codes of more than 4 bits the upper
-            plane comes first, and its sums are multiplied by 16 before the lower one is added
+    words   (strips, chunks, planes, blocks, outputs, 4) bytes, read from the first to the last; of
+            codes of more than 4 bits the upper plane comes first, and its sums are multiplied by 16
+            before the lower one is added
     planes  (rows, chunks, 2, chunk) bytes of x, upper ones first
     notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its x in steps
 """
@@ -45,9 +46,9 @@ from billfish.kernels.llvm import (
     vector,
     write_start,
 )
-from billfish.schemes.w4a16.cpu import ALONE, BAND, MATRIX_ROOM
+from billfish.schemes.w4a16.cpu import ALONE, BAND, MATRIX_ROOM, VECTORS
 
-STRIPS = 2  # of a tile: with one, loads of x are the limit; 4 hold no more than 2 rows in registers
+AHEAD = 1024  # bytes: words are asked for before they are needed
 MATRIX = 16  # rows of a register of AMX
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
@@ -81,14 +82,15 @@ class Layer:
         self.w, self.kind = w, kind
         for i, name in enumerate(LAYER):
             setattr(self, name, w.load(address + 8 * i, I64))
-        self.chunk_bytes = self.blocks * (self.upper + 1) * (4 * kind.isa.lanes)
+        self.width = VECTORS * kind.isa.lanes  # of a strip
+        self.chunk_bytes = self.blocks * (self.upper + 1) * (4 * self.width)
         self.strip_bytes = self.chunks * self.chunk_bytes
         self.row_bytes = self.chunks * self.blocks * 16  # of the planes of x
 
-    def grid(self, chunk: Value, strip: Value) -> tuple[Value, Value]:
-        """Scales and zeros of the outputs of a strip."""
+    def grid(self, chunk: Value, strip: Value, part: int) -> tuple[Value, Value]:
+        """Scales and zeros of the outputs of one vector of a strip."""
         w, lanes = self.w, self.kind.isa.lanes
-        at = chunk * self.stride + strip * lanes
+        at = chunk * self.stride + strip * self.width + part * lanes
         scales = _load(w, self.scales + at * self.kind.scale.itemsize, self.kind.scale, lanes)
         if not self.kind.zeros:
             return scales, w.spread(self.zeros.to(I32), lanes)
@@ -171,30 +173,32 @@ def _add(
 
 
 def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
-    """Some rows of x with STRIPS strips of weights: tile(layer, strip, planes, notes, y)."""
+    """Some rows of x with a strip of weights: tile(layer, strip, planes, notes, y)."""
     w = Writer(module, f"tile{rows}", 5)
-    address, first, planes, notes, y = w.arguments
+    address, strip, planes, notes, y = w.arguments
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
-    tile = [(row, strip) for row in range(rows) for strip in range(STRIPS)]
+    tile = [(row, part) for row in range(rows) for part in range(VECTORS)]
     totals = {at: w.variable(w.constant(floats, 0.0)) for at in tile}
     sums = {(*at, half): w.variable(w.constant(ints, 0)) for at in tile for half in (0, 1)}
-    word, x = w.variable(layer.words + first * layer.strip_bytes), w.variable(planes)
+    word, x = w.variable(layer.words + strip * layer.strip_bytes), w.variable(planes)
 
     def add_plane() -> None:
         """Products of one plane of codes of a chunk."""
         with w.loop(w.number(0), layer.blocks):
             here, inputs = word.get(), x.get()
-            pairs = [w.load(here + layer.strip_bytes * s, ints) for s in range(STRIPS)]
+            for line in range(0, 4 * layer.width, 64):
+                w.prefetch(here + (AHEAD + line))
+            pairs = [w.load(here + 4 * lanes * part, ints) for part in range(VECTORS)]
             codes = [(pair & _NIBBLES, (pair >> 4) & _NIBBLES) for pair in pairs]
             for row in range(rows):
                 for half in (0, 1):
                     place = inputs + layer.row_bytes * row + layer.blocks * (8 * half)
                     for i, four in enumerate(spread_words(kind.isa, w, place, 2)):
-                        for strip in range(STRIPS):
-                            total = sums[row, strip, half]
-                            total.set(dot(kind.isa, w, total.get(), codes[strip][i], four))
-            word.set(here + 4 * lanes)
+                        for part in range(VECTORS):
+                            total = sums[row, part, half]
+                            total.set(dot(kind.isa, w, total.get(), codes[part][i], four))
+            word.set(here + 4 * layer.width)
             x.set(inputs + 8)
 
     with w.loop(w.number(0), layer.chunks) as chunk:
@@ -207,16 +211,16 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
                 total.set(total.get() << 4)
         add_plane()
         x.set(x.get() + layer.blocks * 8)
-        for strip in range(STRIPS):
-            scales, zeros = layer.grid(chunk, first + strip)
+        for part in range(VECTORS):
+            scales, zeros = layer.grid(chunk, strip, part)
             for row in range(rows):
                 note = notes + (layer.chunks * row + chunk) * 8
-                upper, lower = (sums[row, strip, half].get() for half in (0, 1))
-                total = totals[row, strip]
+                upper, lower = (sums[row, part, half].get() for half in (0, 1))
+                total = totals[row, part]
                 total.set(_add(w, total.get(), upper, lower, note, scales, zeros))
-    for row, strip in tile:
-        at = layer.strips * (row * lanes) + (first + strip) * lanes
-        _store(w, totals[row, strip].get(), y + at * kind.x.itemsize, kind.x)
+    for row, part in tile:
+        at = (layer.strips * row + strip) * layer.width + part * lanes
+        _store(w, totals[row, part].get(), y + at * kind.x.itemsize, kind.x)
     return w.end()
 
 
@@ -228,31 +232,32 @@ def _write_decode(module: ir.Module, kind: Kind) -> Any:
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
     ints = vector(I32, lanes)
     with w.loop(first, last) as strip, w.loop(w.number(0), layer.chunks) as chunk:
-        scales, zeros = layer.grid(chunk, strip)
         source = layer.words + strip * layer.strip_bytes + chunk * layer.chunk_bytes
-        target = out + ((strip - first) * layer.chunks + chunk) * layer.blocks * (16 * lanes)
-        with w.loop(w.number(0), layer.blocks) as block:
-            place = source + block * (4 * lanes)
-            above = w.load(place, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
-            below = w.load(place + layer.upper * layer.blocks * (4 * lanes), ints)
-            for pair in range(4):
-                even, odd = (
-                    _nearest((code - zeros).to(F32) * scales)
-                    for at in (2 * pair, 2 * pair + 1)
-                    for shift in (8 * (at % 4) + 4 * (at // 4),)
-                    for code in (((above >> shift) & 15) * 16 + ((below >> shift) & 15),)
-                )
-                both = (odd & 0xFFFF0000) + (even >> 16)
-                w.store(both, target + block * (16 * lanes) + pair * (4 * lanes))
+        for part in range(VECTORS):
+            scales, zeros = layer.grid(chunk, strip, part)
+            target = ((strip - first) * VECTORS + part) * layer.chunks + chunk
+            target = out + target * layer.blocks * (16 * lanes)
+            with w.loop(w.number(0), layer.blocks) as block:
+                place = source + (block * layer.width + part * lanes) * 4
+                above = w.load(place, ints) & w.spread((w.number(0) - layer.upper).to(I32), lanes)
+                below = w.load(place + layer.upper * layer.blocks * (4 * layer.width), ints)
+
+                numbers = []
+                for shift in (0, 8, 16, 24, 4, 12, 20, 28):
+                    code = ((above >> shift) & 15) * 16 + ((below >> shift) & 15)
+                    numbers.append(_nearest((code - zeros).to(F32) * scales))
+                for pair, (even, odd) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+                    both = (odd & 0xFFFF0000) + (even >> 16)
+                    w.store(both, target + block * (16 * lanes) + pair * (4 * lanes))
     return w.end()
 
 
 def _write_matrices(module: ir.Module, kind: Kind) -> Any:
     """bf16 by AMX, for rows of x in 32s: matrices(layer, first, last, x, y, rows, room).
 
-    A register has 16 rows of 64 bytes. Four of them are sums of 32 rows and two strips; two rows of
-    registers of x and two strips of decoded weights are loaded for four products, each of which
-    takes as long as two loads. Strips are decoded once for all rows.
+    A register has 16 rows of 64 bytes. Four are sums of 32 rows and a strip of 32 outputs; two of x
+    and two of decoded weights are loaded for four products, each of which takes as long as two
+    loads. Strips are decoded once for all rows.
     """
     decode = _write_decode(module, kind)
     w = Writer(module, "matrices", 7)
@@ -271,16 +276,16 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
     tile("ldtilecfg", w.pointer(shapes))
     w.call(decode, address, first, last, weights)
     inputs = layer.chunks * layer.blocks * 8
-    row_bytes, strip_bytes = inputs * 2, inputs * (2 * lanes)
-    with w.loop(w.number(0), rows, 2 * MATRIX) as row, w.loop(first, last, STRIPS) as strip:
+    row_bytes, part_bytes = inputs * 2, inputs * (2 * lanes)
+    with w.loop(w.number(0), rows, 2 * MATRIX) as row, w.loop(first, last) as strip:
         for i in range(4):
             tile("tilezero", i)
-        here, there = x + row * row_bytes, weights + (strip - first) * strip_bytes
+        here, there = x + row * row_bytes, weights + (strip - first) * part_bytes * VECTORS
         with w.loop(w.number(0), inputs // 32) as part:
             for i in (0, 1):
                 some = here + row_bytes * (MATRIX * i) + part * 64
                 tile("tileloadd64", 4 + i, w.pointer(some), row_bytes)
-                some = there + strip_bytes * i + part * 1024
+                some = there + part_bytes * i + part * 1024
                 tile("tileloadd64", 6 + i, w.pointer(some), w.number(64))
             for i in range(4):
                 tile("tdpbf16ps", i, 4 + i // 2, 6 + i % 2)
@@ -288,9 +293,9 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
             tile("tilestored64", i, w.pointer(sums + 1024 * i), w.number(64))
         with w.loop(w.number(0), w.number(MATRIX)) as line:
             for i in range(4):
-                at = (row + line + MATRIX * (i // 2)) * layer.strips + strip + i % 2
+                at = (row + line + MATRIX * (i // 2)) * layer.strips + strip
                 total = w.load(sums + line * 64 + 1024 * i, vector(F32, lanes))
-                _store(w, total, y + at * (2 * lanes), kind.x)
+                _store(w, total, y + (at * VECTORS + i % 2) * (2 * lanes), kind.x)
     tile("tilerelease")
     return w.end()
 
@@ -305,9 +310,9 @@ def product(kind: Kind) -> Compiled:
     w = Writer(module, "work", 1)
     address, x, y, room, rows = (w.load(w.arguments[0] + 8 * i, I64) for i in range(5))
     layer, team = Layer(w, address, kind), Team(w)
-    first, last = (end * STRIPS for end in team.share(layer.strips // STRIPS))
-    inputs, outputs = layer.chunks * layer.blocks * 8, layer.strips * kind.isa.lanes
-    own = inputs * (2 * kind.isa.lanes * BAND) + MATRIX_ROOM
+    first, last = team.share(layer.strips)
+    inputs, outputs = layer.chunks * layer.blocks * 8, layer.strips * layer.width
+    own = inputs * (2 * layer.width * BAND) + MATRIX_ROOM
     if kind.isa.matrices and kind.x == torch.bfloat16:
         many = rows // (2 * MATRIX) * (2 * MATRIX)
         many = w.pick(w.less(inputs & 31, 1), many, w.number(0))
@@ -327,7 +332,7 @@ def product(kind: Kind) -> Compiled:
     w.call(split, x, planes, notes, layer.blocks, begin, end)
     with w.when(w.less(w.number(ALONE - 1), rows)):
         team.meet()
-    with w.loop(first, last, STRIPS) as strip:
+    with w.loop(first, last) as strip:
         begin = w.number(0)
         for count in kind.isa.rows:
             end = begin + (rows - begin) // count * count
