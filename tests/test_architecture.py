@@ -15,7 +15,7 @@ ALLOWED = {
     "solvers": {"formats"},
     "kernels": set(),
     "schemes": {"formats", "solvers", "kernels"},
-    "models": {"compute", "formats", "schemes"},
+    "models": {"compute", "formats", "schemes", "kernels"},
     "engine": {"compute", "formats", "kernels", "models"},
     "server": {"engine"},
     "integrations": {"compute", "models", "schemes", "formats"},

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
+import torch
 from llvmlite import ir
 
 from billfish.kernels.cpu import Isa, features, openmp
@@ -24,6 +25,7 @@ from billfish.kernels.cpu import Isa, features, openmp
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 _POINTER = ir.PointerType()
+_TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16}
 
 
 def vector(element: Any, lanes: int) -> Any:
@@ -132,6 +134,19 @@ class Writer:
         mask = ir.Constant(vector(I32, lanes), [lane] * lanes)
         return Value(self, self.builder.shuffle_vector(raw, raw, mask))
 
+    def summed(self, value: Value) -> Value:
+        """Of all lanes, half by half."""
+        while value.lanes > 1:
+            half = value.lanes // 2
+            parts = [
+                Value(self, self.builder.shuffle_vector(
+                    value.raw, value.raw, ir.Constant(vector(I32, half), list(range(at, at + half)))
+                ))
+                for at in (0, half)
+            ]  # fmt: skip
+            value = parts[0] + parts[1]
+        return Value(self, self.builder.extract_element(value.raw, ir.Constant(I32, 0)))
+
     def variable(self, first: Value) -> Variable:
         return Variable(self, first)
 
@@ -190,6 +205,14 @@ class Writer:
     def when(self, condition: Value) -> Iterator[None]:
         with self.builder.if_then(condition.raw):
             yield
+
+
+def load_floats(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Value:
+    """Numbers of any 16- or 32-bit type as fp32, which has them all."""
+    raw = w.load(address, vector(_TYPES[dtype], lanes))
+    if dtype == torch.bfloat16:
+        return (raw.to(I32, signed=False) << 16).as_bits(vector(F32, lanes))
+    return raw if dtype == torch.float32 else raw.to(F32)
 
 
 # -- products of bytes: (lanes) int32 + in each lane four products of a code and a signed byte
@@ -314,7 +337,9 @@ class Compiled:
             self._engine = llvm.create_mcjit_compiler(self._module, self._machine)
             self._engine.finalize_object()
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
-        return kind(self._engine.get_function_address(name))
+        made: Any = kind(self._engine.get_function_address(name))
+        made.code = self  # which must live as long
+        return made  # type: ignore[no-any-return]
 
 
 def compiled(module: ir.Module, isa: Isa) -> Compiled:

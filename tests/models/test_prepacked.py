@@ -1,4 +1,5 @@
-"""Dense weights in oneDNN's order: the same products, stored once, and only of our own models."""
+"""Dense weights in oneDNN's order or in 16 bits: the same products, stored once, and only of our
+own models."""
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from billfish.models import prepacked
 from billfish.models.decoder import Decoder
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
-from billfish.models.prepacked import Prepacked, prepack
+from billfish.models.prepacked import FEW, Halves, Prepacked, prepack
 from billfish.schemes.w4a16 import W4A16
 
 LENGTHS = (5, 40, 1)
@@ -57,9 +58,46 @@ def test_bias_and_shapes():
     assert torch.allclose(made(x).float(), wanted.float(), rtol=0.02, atol=0.02)
 
 
-def test_what_is_not_dense_bf16_stays_as_it_is(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp32_that_was_16_bits_is_stored_in_16(dtype, bias):
+    """All its numbers are fp32's; sums are only added in another order."""
+    linear = nn.Linear(80, 43, bias)
+    linear.weight.data = linear.weight.data.to(dtype).float()
+    weight = linear.weight.data.double()
+    made = prepack(linear)
+    assert isinstance(made, Halves) and made.weight.dtype == dtype and linear.weight.numel() == 0
+    for rows in (1, 2, 3, 4, 7, FEW, FEW + 1, 130):
+        x = torch.randn(rows, 80)
+        wanted = x.double() @ weight.T + (linear.bias.double() if bias else 0)
+        assert torch.allclose(made(x).double(), wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(made(x[None]), made(x)[None])
+    assert made(torch.zeros(2, 0, 80)).shape == (2, 0, 43)
+    turned = torch.randn(80, 3).T  # not contiguous
+    assert torch.equal(made(turned), made(turned.contiguous()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_fp32_reads_16_bits(tied):
+    model = tiny_model("LlamaForCausalLM", torch.float32, tie_word_embeddings=tied)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    decoder = Decoder.of(model)
+    before = logits(decoder)
+    decoder.prepack()
+    assert torch.allclose(logits(decoder), before, rtol=1e-4, atol=1e-4)
+    layer = decoder.layers[0]
+    products = [decoder.qkv(0), layer.self_attn.o_proj, decoder.gate_up(0), layer.mlp.down_proj]
+    assert all(isinstance(product, Halves) for product in (*products, decoder.head))
+    assert decoder.embed.weight.dtype == torch.float32
+
+
+def test_what_would_gain_nothing_stays_as_it_is(monkeypatch):
     dense = nn.Linear(64, 32)
-    assert prepack(dense) is dense and dense.weight.numel() == 2048
+    assert prepack(dense) is dense and dense.weight.numel() == 2048  # its numbers need fp32
+    odd = nn.Linear(40, 32)
+    odd.weight.data = odd.weight.data.bfloat16().float()
+    assert prepack(odd) is odd
     quant = QuantLinear(W4A16(group_size=32), 64, 32, dtype=torch.bfloat16)
     assert prepack(quant) is quant
     monkeypatch.setattr(prepacked, "_works", lambda: False)

@@ -10,19 +10,9 @@ other row, no number of threads and no instruction set.
 The exception is AMX, whose matrix unit multiplies bf16 eight times as fast: 32 rows of bf16 and
 more are multiplied by decoded weights, rounded to bf16 once. (AMX on bytes was tried: to take sums
 out of its registers for each chunk costs twice what the products do.)
-
-    strip   as many outputs as two vectors have lanes
-    chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
-    block   8 inputs of a strip: byte j of lane i is code[i, j] | code[i, j + 4] << 4
-    words   (strips, chunks, planes, blocks, outputs, 4) bytes, read from the first to the last; of
-            codes of more than 4 bits the upper plane comes first, and its sums are multiplied by 16
-            before the lower one is added
-    planes  (rows, chunks, 2, chunk) bytes of x, upper ones first
-    notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its x in steps
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +32,7 @@ from billfish.kernels.llvm import (
     Writer,
     compiled,
     dot,
+    load_floats,
     spread_words,
     vector,
     write_start,
@@ -53,7 +44,6 @@ MATRIX = 16  # rows of a register of AMX
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
 LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "blocks", "upper")
-_TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16}
 _NIBBLES = 0x0F0F0F0F
 
 
@@ -66,8 +56,18 @@ class Kind:
 
 
 class Layer:
-    """One layer in a kernel: scales are (chunks, outputs) in rows of `stride`, zeros the same in
-    bytes, or the number itself."""
+    """One layer in a kernel, and what it is multiplied with.
+
+    strip   as many outputs as two vectors have lanes
+    chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
+    block   8 inputs of a strip: byte j of lane i is code[i, j] | code[i, j + 4] << 4
+    words   (strips, chunks, planes, blocks, outputs, 4) bytes, read from the first to the last; of
+            codes of more than 4 bits the upper plane comes first, and its sums are multiplied by 16
+            before the lower one is added
+    planes  (rows, chunks, 2, chunk) bytes of x, upper ones first
+    notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its x in steps
+    scales  (chunks, outputs) in rows of `stride`; zeros the same in bytes, or the number itself
+    """
 
     words: Value
     scales: Value
@@ -91,17 +91,10 @@ class Layer:
         """Scales and zeros of the outputs of one vector of a strip."""
         w, lanes = self.w, self.kind.isa.lanes
         at = chunk * self.stride + strip * self.width + part * lanes
-        scales = _load(w, self.scales + at * self.kind.scale.itemsize, self.kind.scale, lanes)
+        scales = load_floats(w, self.scales + at * self.kind.scale.itemsize, self.kind.scale, lanes)
         if not self.kind.zeros:
             return scales, w.spread(self.zeros.to(I32), lanes)
         return scales, w.load(self.zeros + at, vector(I8, lanes)).to(I32, signed=False)
-
-
-def _load(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Value:
-    raw = w.load(address, vector(_TYPES[dtype], lanes))
-    if dtype == torch.bfloat16:
-        return (raw.to(I32, signed=False) << 16).as_bits(vector(F32, lanes))
-    return raw if dtype == torch.float32 else raw.to(F32)
 
 
 def _nearest(value: Value) -> Value:
@@ -130,7 +123,7 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
         start = x + chunk * blocks * (lanes * dtype.itemsize)
         largest = w.variable(w.constant(ints, 0))
         with w.loop(w.number(0), blocks) as block:
-            value = _load(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
+            value = load_floats(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
             magnitude, known = value.as_bits(ints) & 0x7FFFFFFF, largest.get()
             largest.set(w.pick(w.less(known, magnitude), magnitude, known))
         top = w.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", I32, largest.get())
@@ -143,7 +136,7 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
         step = w.pick(w.less(top, 0x7F800000), step, w.constant(F32, float("nan")))
         total = w.variable(w.constant(ints, 0))
         with w.loop(w.number(0), blocks) as block:
-            value = _load(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
+            value = load_floats(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
             value = w.intrinsic(f"llvm.rint.v{lanes}f32", floats, value * w.spread(inverse, lanes))
             for name, bound in (("minnum", TOP), ("maxnum", -TOP)):  # of NaN, too, a number
                 limit = w.constant(floats, float(bound))
@@ -300,7 +293,6 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
     return w.end()
 
 
-@cache
 def product(kind: Kind) -> Compiled:
     """start(layer, x, y, room, rows, threads): y (rows, outputs) = x (rows, inputs) by the layer.
     The room is cpu.py's `room_bytes`."""
