@@ -92,13 +92,13 @@ def main() -> None:
     scheme = W4A16(bits=4, group_size=group_size(read_config(source)))
     output = DEMO / f"{source.name}-w4a16"
     show.out.print(f"\n[bold]1. quantize[/]  {source} -> {output}  ({scheme})")
-    request = Request(source, output, scheme, method="gptq", nsamples=32, seqlen=512)
+    request = Request(source, output, scheme, method="gptq", nsamples=16, seqlen=512)
     with show.progress() as tell:
         result = quantize(request, resume=False if finished(output) else None, on_progress=tell)
     show.quantized(result)
 
     show.out.print("\n[bold]2. measure[/]  perplexity on the shipped text sample, before and after")
-    measure = EvalRequest(output, ("sample",), source, kl=True, limit=6, dtype=cpu_type().name,
+    measure = EvalRequest(output, ("sample",), source, kl=True, limit=3, dtype=cpu_type().name,
                           command="make demo")  # fmt: skip
     with show.status() as say:
         scores = evaluate(measure, say)
