@@ -31,6 +31,7 @@ from billfish.schemes.w4a16 import W4A16
 
 register_when_imported()
 TOKENS = torch.arange(3, 27).reshape(2, 12)
+NEAR = {"rtol": 5e-4, "atol": 5e-4}  # packed layers take activations in 16 bits
 
 
 def load(path, **kwargs):
@@ -80,7 +81,7 @@ def test_logits_save_and_load(case, tmp_path):
     expected = logits(dense_twin(model, canonical, schemes))
     assert expected.std() > 0.05
     loaded.to(torch.float32)
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), expected, **NEAR)
     again = load(tmp_path / "b")
     assert {name: layer.scheme for name, layer in packed(again).items()} == schemes
     assert torch.equal(logits(again), logits(loaded))
@@ -100,12 +101,12 @@ def test_our_own_checkpoint_is_saved_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scales_follow_the_dtype_and_to_works(dtype, tmp_path):
+def test_scales_stay_what_they_are_and_to_works(dtype, tmp_path):
     model, schemes, canonical, _ = write_case("gptq", tmp_path)
     loaded = load(tmp_path, dtype=dtype)
     assert loaded.dtype == dtype
     layer = loaded.model.layers[0].mlp.down_proj
-    assert layer.tensors()["weight_scale"].dtype == dtype
+    assert layer.tensors()["weight_scale"].dtype == torch.float16
     expected = logits(dense_twin(model, canonical, schemes))
     close = 0.15 if dtype == torch.bfloat16 else 0.03
     assert (logits(loaded) - expected).abs().max() < close * expected.abs().max()
@@ -129,7 +130,7 @@ def test_tied_lm_head_survives(case, tmp_path):
     again = load(tmp_path / "b")
     assert again.lm_head.weight is again.model.embed_tokens.weight
     expected = logits(dense_twin(model, canonical, schemes))
-    torch.testing.assert_close(logits(again), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(again), expected, **NEAR)
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "gptq"])
@@ -142,9 +143,9 @@ def test_quantized_lm_head(name, tmp_path):
     loaded = load(tmp_path / "a")
     assert isinstance(loaded.lm_head, QuantLinear)
     expected = logits(dense_twin(model, canonical, schemes))
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), expected, **NEAR)
     loaded.save_pretrained(tmp_path / "b")
-    torch.testing.assert_close(logits(load(tmp_path / "b")), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load(tmp_path / "b")), expected, **NEAR)
     edit_config(tmp_path / "a", lambda c: c.update(tie_word_embeddings=True))
     with pytest.raises(UserError, match=r"lm_head.*tie_word_embeddings"):
         load(tmp_path / "a")
@@ -163,7 +164,7 @@ def test_mixed_bits_and_a_layer_left_alone(name, tmp_path):
     loaded = load(tmp_path / "a")
     assert {n: layer.scheme for n, layer in packed(loaded).items()} == schemes
     expected = logits(dense_twin(model, canonical, schemes))
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), expected, **NEAR)
     loaded.save_pretrained(tmp_path / "b")
     assert {n: layer.scheme for n, layer in packed(load(tmp_path / "b")).items()} == schemes
 
@@ -281,7 +282,7 @@ def test_dense_in_a_gptq_file_is_dense(tmp_path):
     loaded = load(tmp_path)
     assert set(packed(loaded)) == set(schemes)
     expected = logits(dense_twin(model, canonical, schemes))
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), expected, **NEAR)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
@@ -298,7 +299,7 @@ def test_a_bias_the_model_does_not_expect(value, tmp_path):
         twin.get_submodule(DOWN).bias = torch.nn.Parameter(bias.float())
     else:
         assert layer.bias is None
-    torch.testing.assert_close(logits(loaded), logits(twin), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), logits(twin), **NEAR)
 
 
 def test_biases_of_the_model(tmp_path):
@@ -314,7 +315,7 @@ def test_biases_of_the_model(tmp_path):
     loaded.save_pretrained(tmp_path / "b")
     twin = dense_twin(model, canonical, schemes)
     twin.load_state_dict({n: t.float() for n, t in biases.items()}, strict=False)
-    torch.testing.assert_close(logits(load(tmp_path / "b")), logits(twin), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load(tmp_path / "b")), logits(twin), **NEAR)
     edit(tmp_path / "a", lambda tensors: tensors.pop(f"{DOWN}.bias"))
     with pytest.raises(UserError, match=rf"{DOWN}: bias is missing"):
         load(tmp_path / "a")
