@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from billfish.compute import compute_dtype
+from billfish.errors import UserError
 from billfish.models.hf import stored_dtype
 from billfish.models.linear import QuantLinear
 
@@ -16,21 +17,27 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str = "cpu",
     batch_invariant: bool = False,
+    op: str = "auto",
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a dense or packed checkpoint directory.
 
     It computes in `dtype`; auto: on a GPU what is stored, on a CPU what compute.py chooses.
 
     With `batch_invariant` packed layers give a row the same bits whatever batch it is in; the rest
-    of the model is PyTorch's and promises nothing of the kind.
+    of the model is PyTorch's and promises nothing of the kind. That is their op "invariant"; `op`
+    names any other, such as "kleidiai".
     """
+    if batch_invariant:
+        if op not in ("auto", "invariant"):
+            raise UserError(f"op {op!r} is not batch invariant: ask for one of the two.")
+        op = "invariant"
     dtype = compute_dtype(stored_dtype(path), device, dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
-    if batch_invariant:
+    if op != "auto":
         for module in model.modules():
             if isinstance(module, QuantLinear):
-                module.arrange("invariant")
+                module.arrange(op)
     return model, tokenizer

@@ -95,7 +95,7 @@ def choose(
     """The op that will run one layer; called once per layer at load, never per call.
 
     `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow
-    path in silence.
+    path in silence. Nor one that says `by_name`: it computes something less than the scheme says.
     """
     ops = scheme.ops()
     if op != "auto":
@@ -111,8 +111,9 @@ def choose(
     refusals = []
     for candidate in ops[:-1]:
         reason = candidate.refuses(scheme, n, k, device)
-        if reason is None:
+        if reason is None and not getattr(candidate, "by_name", False):
             return candidate
+        reason = reason or f'runs only by name, op="{candidate.name}".'
         refusals.append(f"  {candidate.name}: {reason}")
     raise UserError(
         f"no fast op of scheme {scheme.name} runs a {n} x {k} layer on {device}:\n"

@@ -17,7 +17,7 @@ from every import (
 from billfish.errors import UserError
 from billfish.kernels import jit
 from billfish.schemes.base import choose
-from billfish.schemes.w4a16 import W4A16, cpu
+from billfish.schemes.w4a16 import W4A16, cpu, kleidiai
 
 QUESTIONS = [(*case, device) for case in CASES for device in DEVICES]
 
@@ -26,7 +26,8 @@ def no_nvrtc():
     raise UserError("not here")
 
 
-# What this machine may not be: (compute capability of its GPU, whether NVRTC and LLVM are there).
+# What this machine may not be: (compute capability of its GPU, whether NVRTC, LLVM and KleidiAI
+# may be there).
 MACHINES = [None, ((7, 5), True), ((9, 0), True), ((9, 0), False), ((10, 0), True)]
 
 
@@ -40,6 +41,7 @@ def ask_everything(op):
                 if not machine[1]:
                     patch.setattr(jit, "version", no_nvrtc)
                     patch.setattr(cpu, "find_spec", lambda name: None)
+                    patch.setattr(kleidiai, "works", lambda: False)
             yield from (op.refuses(*question) for question in QUESTIONS)
 
 
@@ -107,7 +109,7 @@ def test_choose_on_the_cpu(scheme):
     assert {op.name for op in willing} >= {"cpu", "reference"}
     for op in willing:
         assert choose(scheme, 64, 768, device, op.name) is op
-    with pytest.raises(UserError, match=r"op 'marlin9'.*known are auto, .*cpu, reference"):
+    with pytest.raises(UserError, match=r"op 'marlin9'.*known are auto, .*cpu, .*reference"):
         choose(scheme, 64, 768, device, "marlin9")
 
 

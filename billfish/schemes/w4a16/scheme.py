@@ -17,6 +17,7 @@ from billfish.formats.spec import TensorSpec
 from billfish.schemes.base import LinearOp, Tensors
 from billfish.schemes.w4a16.cpu import CpuOp
 from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp, StripeOp
+from billfish.schemes.w4a16.kleidiai import KleidiaiOp
 from billfish.schemes.w4a16.reference import ReferenceOp
 
 
@@ -97,7 +98,7 @@ class W4A16:
         return (codes - zeros[:, group]) * tensors["weight_scale"].float()[:, group]
 
     def ops(self) -> tuple[type[LinearOp], ...]:
-        return (CudaOp, StripeOp, InvariantOp, CpuOp, ReferenceOp)
+        return (CudaOp, StripeOp, InvariantOp, CpuOp, KleidiaiOp, ReferenceOp)
 
 
 def shape_of(tensors: Tensors) -> tuple[int, int]:
