@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -73,8 +74,9 @@ def cpu_type() -> Choice:
 @cache
 def _measured(onednn: bool) -> Choice:
     """By whether oneDNN may be used, without which no CPU has fast products in bf16."""
-    with ThreadPoolExecutor(1) as one:  # how many threads compute is a thread's own setting
-        return one.submit(_probe).result()
+    with ThreadPoolExecutor(1) as one, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an Arm without bf16 would be told so at length
+        return one.submit(_probe).result()  # how many threads compute is a thread's own setting
 
 
 def _probe() -> Choice:

@@ -56,10 +56,9 @@ def prepack(linear: Any, *parts: nn.Linear, keep: bool = False) -> Any:
     if weight.dtype == torch.bfloat16 and _works():
         packed = Prepacked(weight, bias)
     elif weight.dtype == torch.float32 and weight.shape[1] % 16 == 0 and find_spec("llvmlite"):
-        for dtype in (torch.bfloat16, torch.float16):
-            half = weight.to(dtype)
-            if packed is None and torch.equal(half.float(), weight):
-                packed = Halves(half, bias)
+        tried = (weight.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+        same = next((half for half in tried if torch.equal(half.float(), weight)), None)
+        packed = None if same is None else Halves(same, bias)
     if packed is None:
         return linear
     for each in () if keep else (linear, *parts):
