@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.fold import fold_source
+from billfish.models.passes import Anatomy, Walk, anatomy, listen
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.quantize import Solved, quantize
 from billfish.solvers import awq
@@ -27,7 +28,7 @@ OnLinear = Callable[[str, Solved], None]
 class Hidden:
     """The calibration activations at a block boundary."""
 
-    quantized: list[Tensor]  # (1, length, hidden) each: behind the quantized blocks
+    quantized: list[Tensor]  # (batch, length, hidden) each: behind the quantized blocks
     original: list[Tensor] = field(default_factory=list)  # behind the original ones; only GPTQ asks
 
 
@@ -56,64 +57,64 @@ class BlockJob:
     # -- GPTQ: groups in the order they run, each seeing the groups before it already quantized
 
     def _solve_gptq(self, hidden: Hidden, on_linear: OnLinear) -> None:
-        model, arguments = self.model, self._arguments()
-        original = copy.deepcopy(model.blocks[self.index])
-        seen: set[str] = set()
-        for group in model.input_groups(self.index, hidden.quantized[0], arguments):
-            paths = [path for path in group if path in self.paths]
-            seen.update(paths)
-            if paths:
-                statistics = self._compare(paths[0], original, hidden)
-                self._settle(paths, self._weights(paths), statistics, on_linear)
-        for path in self.paths:
-            if path not in seen:  # an expert that no token of the first sequence reached
-                statistics = self._compare(path, original, hidden)
-                self._settle([path], self._weights([path]), statistics, on_linear)
-        self._advance(hidden.quantized)
-        quantized, model.blocks[self.index] = model.blocks[self.index], original
-        self._advance(hidden.original)
-        model.blocks[self.index] = quantized
+        model, block = self.model, self.model.blocks[self.index]
+        found = self._anatomy(hidden)
+        settled = {linear.path for linear in model.linears(self.index)} - set(self.paths)
+        walk, beside = (
+            Walk(model, self.index, module, states, self._arguments(), found, set(settled))
+            for module, states in (
+                (block, hidden.quantized),
+                (copy.deepcopy(block), hidden.original),
+            )
+        )
+        groups = [[path for path in group if path in self.paths] for group in found.groups]
+        seen = {path for group in groups for path in group}
+        # Last come experts that no token of the first sequence reached.
+        groups = [group for group in groups if group] + [[p] for p in self.paths if p not in seen]
+        for paths in groups:
+            statistics = self._compare(paths, walk, beside, paths is groups[-1])
+            self._settle(paths, self._weights(paths), statistics, on_linear)
+            walk.settle(paths)
+        walk.finish()
+        if not groups:
+            beside.finish()
 
-    def _compare(self, path: str, original: nn.Module, hidden: Hidden) -> Statistics:
-        """Inputs of one linear in the block as it is now, next to those in the original block."""
-        statistics = Statistics(self._linear(path).in_features, self.model.device)
-        caught: list[Tensor] = []
-        with (
-            self.model.watch(self.model.blocks[self.index], path, caught.append),
-            self.model.watch(original, path, caught.append),
-        ):
-            for quantized, untouched in zip(hidden.quantized, hidden.original, strict=True):
-                caught.clear()
-                self.model.run_until_caught(self.index, quantized, self._arguments())
-                self.model.run_until_caught(self.index, untouched, self._arguments(), original)
-                # An expert may see other tokens in the two models; then there is nothing to
-                # compare.
-                pair = len(caught) == 2 and caught[0].shape == caught[1].shape
-                if caught:
-                    statistics.add(caught[0], caught[1] if pair else None)
+    def _compare(self, paths: list[str], walk: Walk, beside: Walk, last: bool) -> Statistics:
+        """Inputs of a group in the block as it is now, next to those in the original block."""
+        statistics = Statistics(self._linear(paths[0]).in_features, self.model.device)
+        beside.settled.update(paths)
+        for batch in range(len(walk.states)):
+            x = walk.input(batch, paths[0])
+            y = beside.input_and_on(batch, paths[0], to_the_end=last)
+            # An expert may see other tokens in the two models; then there is nothing to compare.
+            if x is not None:
+                statistics.add(x, y if y is not None and y.shape == x.shape else None)
         return statistics
+
+    def _anatomy(self, hidden: Hidden) -> Anatomy:
+        return anatomy(self.model, self.index, hidden.quantized[0][:1], self._arguments())
 
     # -- AWQ: all statistics first, then scales folded into the layers before, then rounding
 
     def _solve_together(self, hidden: Hidden, on_linear: OnLinear) -> None:
         model, arguments = self.model, self._arguments()
-        groups = model.input_groups(self.index, hidden.quantized[0], arguments)
+        groups = self._anatomy(hidden).groups
         statistics = [Statistics(self._linear(g[0]).in_features, model.device) for g in groups]
-        with model.listen(
-            self.index, {g[0]: s.add for g, s in zip(groups, statistics, strict=True)}
-        ):
+        see = {g[0]: s.add for g, s in zip(groups, statistics, strict=True)}
+        with listen(model.blocks[self.index], see):
             for state in hidden.quantized:
                 model.run(self.index, state, arguments)
         masters = {path: self._weights([path]) for path in self.paths}
         for group, known in zip(groups, statistics, strict=True):
             if all(path in self.paths for path in group):
-                self._fold(group, known, masters, hidden.quantized[0])
+                self._fold(group, known, masters, hidden.quantized[0][:1])
         for group, known in zip(groups, statistics, strict=True):
             for path in (path for path in group if path in self.paths):
                 self._settle([path], masters.pop(path), known, on_linear)
         for path, weight in masters.items():
             self._settle([path], weight, None, on_linear)
-        self._advance(hidden.quantized)
+        for batch, state in enumerate(hidden.quantized):  # in place: one list, not two
+            hidden.quantized[batch] = model.run(self.index, state, arguments)
 
     def _fold(
         self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
@@ -174,8 +175,3 @@ class BlockJob:
     def _arguments(self) -> Arguments:
         assert self.arguments is not None
         return self.arguments
-
-    def _advance(self, states: list[Tensor]) -> None:
-        """Replace each hidden state by what the block makes of it, in place: one list, not two."""
-        for i, state in enumerate(states):
-            states[i] = self.model.run(self.index, state, self._arguments())

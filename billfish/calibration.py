@@ -32,6 +32,17 @@ class Calibration:
     def tokens(self) -> int:
         return sum(len(sequence) for sequence in self.sequences)
 
+    def batches(self, tokens: int) -> list[Tensor]:
+        """(batch, length) each, of sequences of one length: up to `tokens`, or one sequence."""
+        by_length: dict[int, list[Tensor]] = {}
+        for sequence in self.sequences:
+            by_length.setdefault(len(sequence), []).append(sequence)
+        return [
+            batch
+            for length, alike in by_length.items()
+            for batch in torch.stack(alike).split(max(1, tokens // length))
+        ]
+
 
 def calibration(source: str, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Calibration:
     if nsamples < 1 or seqlen < MIN_TOKENS:

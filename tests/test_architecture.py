@@ -12,7 +12,7 @@ ROOMS = ["formats", "solvers", "kernels", "schemes", "models", "engine", "server
          "evaluate", "bench"]  # fmt: skip
 ALLOWED = {
     "formats": set(),
-    "solvers": {"formats"},
+    "solvers": {"formats", "kernels"},
     "kernels": set(),
     "schemes": {"formats", "solvers", "kernels"},
     "models": {"compute", "formats", "schemes", "kernels"},

@@ -70,6 +70,8 @@ class Grid:
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """decode(encode(weight)) in one go, for searches that try many scales."""
         steps = (weight / scale).round_()
+        if self.symmetric:  # bounds that are numbers: clamping takes a third of the time
+            return steps.clamp_(-self.middle, self.middle - 1).mul_(scale)
         return steps.clamp_(-zero, self.levels - 1 - zero).mul_(scale)
 
 

@@ -2,7 +2,7 @@
 
 What NVRTC is to the GPU, llvmlite is to the CPU: a package from the index, no compiler on the
 machine, machine code for exactly this processor. A `Writer` writes one function. Its `Value`s are
-numbers, or vectors of them, and know + - * & << >>; `loop` and `when` are used in a `with`, and
+numbers, or vectors of them, and know + - * / & << >>; `loop` and `when` are used in a `with`, and
 LLVM keeps a `Variable` in a register.
 
     total = w.variable(w.constant(F32, 0.0))
@@ -56,6 +56,9 @@ class Value:
 
     def __mul__(self, other: "Value | float") -> "Value":
         return self._with("mul" if self.whole else "fmul", other)
+
+    def __truediv__(self, other: "Value | float") -> "Value":  # of floats
+        return self._with("fdiv", other)
 
     def __floordiv__(self, other: "Value | int") -> "Value":  # of unsigned integers
         return self._with("udiv", other)

@@ -5,8 +5,7 @@ The skeleton has real buffers and parameters without storage; `fill` reads one b
 decoder (or encoder) is a list of blocks works. Knows nothing of codes or solvers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +129,9 @@ class StreamedModel:
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
     @torch.inference_mode()
-    def first_inputs(self, sequences: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
-        """Hidden states that enter block 0, one (1, length, hidden) a sequence, and the other
-        arguments.
+    def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
+        """Hidden states (batch, length, hidden) that enter block 0, and what else blocks are given,
+        for each shape of (batch, length) ids and for the first sequence alone.
 
         What surrounds the blocks (embeddings, their norms) is filled for this pass only.
         """
@@ -146,19 +145,19 @@ class StreamedModel:
             raise _Caught
 
         handle = self.blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
-        for sequence in sequences:
-            self._forward(sequence)
+        for ids in batches:
+            self._forward(ids)
         handle.remove()
-        arguments = self._arguments({len(sequence): sequence for sequence in sequences})
+        alone = batches[0][:1]
+        arguments = self._arguments({tuple(ids.shape): ids for ids in (*batches, alone)})
         self.drop("", skip=blocks)
         return [state.to(self.dtype) for state in hidden], arguments
 
-    def _forward(self, sequence: Tensor) -> None:
+    def _forward(self, ids: Tensor) -> None:
         """A forward pass that a hook is expected to leave."""
-        ids = sequence[None].to(self.device)
         extra = {} if self.is_encoder else {"use_cache": False}
         with suppress(_Caught):
-            self.model(input_ids=ids, **extra)
+            self.model(input_ids=ids.to(self.device), **extra)
 
     @property
     def is_encoder(self) -> bool:
@@ -167,11 +166,11 @@ class StreamedModel:
             and self.model.can_generate() is False
         )
 
-    def _arguments(self, by_length: dict[int, Tensor]) -> "Arguments":
-        """What each block is called with besides the hidden state, for each sequence length.
+    def _arguments(self, by_shape: dict[tuple[int, ...], Tensor]) -> "Arguments":
+        """What each block is called with besides the hidden state, for each shape of ids.
 
         Block 0 runs for real once, to learn whether blocks return a tensor or a tuple; then one
-        pass per length with every block passing its input on shows what each would have been given
+        pass per shape with every block passing its input on shows what each would have been given
         (masks and rotary tables may differ from block to block).
         """
         arguments = Arguments(len(self.blocks))
@@ -183,23 +182,25 @@ class StreamedModel:
             raise _Caught
 
         handle = self.blocks[0].register_forward_hook(learn)
-        self._forward(next(iter(by_length.values())))
+        self._forward(min(by_shape.values(), key=Tensor.numel))
         handle.remove()
         self.drop(self.block_prefix(0))
 
         originals = [block.forward for block in self.blocks]
         try:
-            for length, sequence in by_length.items():
+            for shape, ids in by_shape.items():
                 for index, block in enumerate(self.blocks):
-                    block.forward = self._recorder(arguments, index, length, returns_tuple[0])
-                self._forward(sequence)
+                    block.forward = self._recorder(arguments, index, shape, returns_tuple[0])
+                self._forward(ids)
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
                 del block.forward
                 assert block.forward == original
         return arguments
 
-    def _recorder(self, arguments: "Arguments", index: int, length: int, as_tuple: bool) -> Any:
+    def _recorder(
+        self, arguments: "Arguments", index: int, shape: tuple[int, ...], as_tuple: bool
+    ) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             kwargs = {
@@ -207,7 +208,7 @@ class StreamedModel:
                 for key, value in kwargs.items()
                 if key not in ("past_key_values", "past_key_value", "layer_past")
             }
-            arguments.put(index, length, args[1:], kwargs)
+            arguments.put(index, shape, args[1:], kwargs)
             if index == len(self.blocks) - 1:
                 raise _Caught
             return (hidden,) if as_tuple else hidden
@@ -218,94 +219,31 @@ class StreamedModel:
     def run(
         self, index: int, hidden: Tensor, arguments: "Arguments", block: nn.Module | None = None
     ) -> Tensor:
-        """Block `index`, or a stand-in for it, on one hidden state."""
-        args, kwargs = arguments.get(index, hidden.shape[1], hidden.dtype)
+        """Block `index`, or a stand-in for it, on a batch of hidden states."""
+        args, kwargs = arguments.get(index, tuple(hidden.shape[:2]), hidden.dtype)
         output = (block or self.blocks[index])(hidden, *args, **kwargs)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    @contextmanager
-    def watch(self, block: nn.Module, path: str, catch: Callable[[Tensor], None]) -> Iterator[None]:
-        """While open, `catch(x)` sees every input of one linear, and the forward pass ends
-        there."""
-
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            catch(args[0])
-            raise _Caught
-
-        handle = block.get_submodule(path).register_forward_pre_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @contextmanager
-    def listen(self, index: int, catch: dict[str, Callable[[Tensor], None]]) -> Iterator[None]:
-        """While open, each linear named shows its inputs, and the forward pass goes on."""
-        handles = [
-            self.blocks[index]
-            .get_submodule(path)
-            .register_forward_pre_hook(lambda module, args, see=see: see(args[0]))
-            for path, see in catch.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def run_until_caught(
-        self, index: int, hidden: Tensor, arguments: "Arguments", block: nn.Module | None = None
-    ) -> None:
-        try:
-            self.run(index, hidden, arguments, block)
-        except _Caught:
-            return
-
-    def input_groups(self, index: int, hidden: Tensor, arguments: "Arguments") -> list[list[str]]:
-        """Linears of the block in the order they run, those that read the same tensor together."""
-        groups: list[
-            tuple[Tensor, list[str]]
-        ] = []  # holding the tensors keeps their identity unique
-        handles = []
-
-        def hook_for(path: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                for seen, paths in groups:
-                    if seen is args[0] or (
-                        seen.data_ptr() == args[0].data_ptr() and seen.shape == args[0].shape
-                    ):
-                        paths.append(path)
-                        return
-                groups.append((args[0], [path]))
-
-            return hook
-
-        for linear in self.linears(index):
-            module = self.blocks[index].get_submodule(linear.path)
-            handles.append(module.register_forward_pre_hook(hook_for(linear.path)))
-        self.run(index, hidden, arguments)
-        for handle in handles:
-            handle.remove()
-        return [paths for _, paths in groups]
-
 
 class Arguments:
-    """What each block is called with besides the hidden state, by sequence length. Tables that
+    """What each block is called with besides the hidden state, by (batch, length). Tables that
     blocks share are kept once."""
 
     def __init__(self, blocks: int) -> None:
-        self._calls: list[dict[int, tuple[tuple[Any, ...], dict[str, Any]]]] = [
+        self._calls: list[dict[tuple[int, ...], tuple[tuple[Any, ...], dict[str, Any]]]] = [
             {} for _ in range(blocks)
         ]
 
-    def put(self, index: int, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls[index][length] = (args, kwargs)
+    def put(
+        self, index: int, shape: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._calls[index][shape] = (args, kwargs)
 
     def get(
-        self, index: int, length: int, dtype: torch.dtype
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = self._calls[index][length]
+        args, kwargs = self._calls[index][shape]
         return _as_dtype(args, dtype), _as_dtype(kwargs, dtype)
 
 

@@ -17,7 +17,8 @@ from billfish.formats.grid import Grid
 # without any clipping. So a group that no input reaches keeps its range, too.
 COARSE = (1.0, *(1.1 - 0.03 * i for i in range(24)))
 FINE = (-0.02, -0.01, 0.01, 0.02)
-CACHED_CODES = 2**18  # weights searched at once: temporaries of 1 MB stay in an L2
+# Weights searched at once: temporaries of 1 MB stay in a CPU's L2, a GPU wants few launches.
+SEARCHED = {"cpu": 2**18, "cuda": 2**24}
 
 
 def search_scales(
@@ -34,7 +35,7 @@ def search_scales(
     blocks = diagonal_blocks(hessian, group_size)
     pieces = [
         _search(rows, blocks, grid, group_size, dtype, coarse, fine)
-        for rows in torch.split(weight, max(16, CACHED_CODES // k))
+        for rows in torch.split(weight, max(16, SEARCHED[weight.device.type] // k))
     ]
     scale, zero = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     return scale, zero

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from billfish.formats.grid import Grid
+from billfish.kernels.feedback import round_columns
 
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean diagonal
 # How much of the drift to undo. SmolLM2, 4-bit symmetric g64, WikiText-2: 0 -> 23.56, 0.5 -> 22.54,
@@ -25,47 +26,30 @@ UNDRIFT = 0.5
 BLOCK = 128  # columns updated together; the rest of the matrix follows in one matmul
 
 
-def undrift(hessian: Tensor, drift: Tensor) -> Tensor | None:
-    """(k, k) M such that W + W M is the weight to aim for behind quantized layers.
-
-    The V whose product with the spoiled input x is nearest to W y, y the original input, minimises
-    |V x - W y|^2: V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. None where
-    the damped Hessian still cannot be solved.
-    """
-    damped = hessian.clone()
-    damped.diagonal().add_(DAMPING[0] * hessian.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    del damped
-    if failed:
-        return None
-    step = UNDRIFT * torch.cholesky_solve(drift.T, lower).T
-    return step if bool(torch.isfinite(step).all()) else None
-
-
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
     """Upper Cholesky factor U of the damped inverse (H^-1 = U^T U), and a note if it took more than
-    the first try. None: even fp64 with full damping fails (NaN or Inf inside)."""
-    mean = hessian.diagonal().mean()
+    the first try. None: even fp64 with full damping fails (NaN or Inf inside).
+
+    With rows and columns in reverse H is L L^T; reversed again that is H = R R^T, R upper
+    triangular, and U is R^-1: one factorization and one triangular solve, no inverse of H.
+    """
     for dtype in (torch.float32, torch.float64):
+        mean = hessian.diagonal().to(dtype).mean()
         for damping in DAMPING:
             # One k x k matrix is 0.8 GB at k = 14336, so each is dropped as soon as it has served.
-            factor = hessian.to(dtype, copy=True)
+            factor = hessian.flip(0, 1).to(dtype)
             factor.diagonal().add_(damping * mean)
-            for step in (torch.linalg.cholesky_ex, _inverse_cholesky):
-                factor, failed = step(factor)
-                if failed or not bool(torch.isfinite(factor).all()):
-                    break
-            else:
+            factor, failed = torch.linalg.cholesky_ex(factor)
+            if failed:
+                continue
+            one = torch.eye(len(factor), dtype=dtype, device=factor.device)
+            factor = torch.linalg.solve_triangular(factor, one, upper=False, out=one)
+            if bool(torch.isfinite(factor).all()):
                 plain = damping == DAMPING[0] and dtype == torch.float32
                 name = str(dtype).removeprefix("torch.")
-                return factor.float(), None if plain else f"damping {damping}, {name}"
+                upper = factor.flip(0, 1).float()
+                return upper, None if plain else f"damping {damping}, {name}"
     return None
-
-
-def _inverse_cholesky(lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper factor of the inverse of L L^T, and whether it failed."""
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return upper, failed
 
 
 @dataclass(frozen=True)
@@ -90,6 +74,21 @@ class Factor:
         return None if found is None else Factor(order, *found)
 
 
+def undrift(weight: Tensor, factor: Factor, drift: Tensor) -> Tensor:
+    """(n, k): the weight to aim for behind quantized layers.
+
+    The V whose product with the spoiled input x is nearest to W y, y the original input, minimises
+    |V x - W y|^2: V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. H^-1 is
+    U^T U of the factor. W itself where that is not finite.
+    """
+    order, upper = factor.order, factor.upper
+    few = weight.shape[0] < weight.shape[1]  # rows: then all products are with them
+    step = weight @ drift if few else drift
+    step = (step[:, order] @ upper.T @ upper)[:, torch.argsort(order)]
+    target = weight + UNDRIFT * (step if few else weight @ step)
+    return target if bool(torch.isfinite(target).all()) else weight
+
+
 def solve(
     weight: Tensor,  # (n, k) fp32; rows are independent, so any slice of them gives the same codes
     factor: Factor,
@@ -100,19 +99,15 @@ def solve(
     """(n, k) codes as fp32 integers."""
     k, order, upper = weight.shape[1], factor.order, factor.upper
     group = order // (k // scale.shape[1])
-    todo, scale, zero = weight[:, order], scale[:, group], zero[:, group]
+    # Transposed: a column, which is what every step reads and writes, is contiguous.
+    todo, scale, zero = weight.T[order], scale.T, zero.T
     codes = torch.empty_like(todo)
     for start in range(0, k, BLOCK):
         end = min(start + BLOCK, k)
-        # Transposed, so that a column, which is what every step reads and writes, is contiguous.
-        block = todo[:, start:end].T.contiguous()
-        steps, origins = scale[:, start:end].T.contiguous(), zero[:, start:end].T.contiguous()
-        spread = upper[start:end, start:end]
-        errors = torch.empty_like(block)
-        for i in range(end - start):
-            code = grid.encode(block[i], steps[i], origins[i])
-            errors[i] = (block[i] - grid.decode(code, steps[i], origins[i])) / spread[i, i]
-            block[i + 1 :].addr_(spread[i, i + 1 :], errors[i], alpha=-1.0)
-            codes[:, start + i] = code
-        todo[:, end:].addmm_(errors.T, upper[start:end, end:], alpha=-1.0)
-    return codes[:, torch.argsort(order)]
+        its = group[start:end]
+        rounded, errors = round_columns(
+            todo[start:end], scale[its], zero[its], upper[start:end, start:end], grid.levels
+        )
+        codes[order[start:end]] = rounded
+        todo[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1.0)
+    return codes.T

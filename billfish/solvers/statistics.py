@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+STRIPE = 512  # rows of x x^T summed together: four of them leave 3/8 of a symmetric matrix undone
+
 
 @dataclass
 class Statistics:
@@ -29,7 +31,9 @@ class Statistics:
     def add(self, x: Tensor, original: Tensor | None = None) -> None:  # (..., k) any float dtype
         assert not self._averaged, "add() after the means were read"
         x = x.detach().reshape(-1, self.k).float()
-        self._outer.addmm_(x.T, x)
+        for start in range(0, self.k, STRIPE):  # above the diagonal; _average mirrors it
+            stripe = self._outer[start : start + STRIPE, start:]
+            stripe.addmm_(x[:, start : start + STRIPE].T, x[:, start:])
         if original is not None:
             if self._drift is None:
                 self._drift = torch.zeros_like(self._outer)
@@ -40,6 +44,9 @@ class Statistics:
     def _average(self) -> None:
         """Sums become means in place, once: for a second k x k copy there is least room."""
         if not self._averaged:
+            for start in range(0, self.k, STRIPE):
+                stop = start + STRIPE
+                self._outer[stop:, start:stop] = self._outer[start:stop, stop:].T
             for total in (self._outer, self._magnitude, self._drift):
                 if total is not None:
                     total /= max(self.tokens, 1)

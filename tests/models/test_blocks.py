@@ -9,6 +9,7 @@ from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.fold import fold_source
 from billfish.models.hf import Checkpoint
+from billfish.models.passes import anatomy
 
 CPU = torch.device("cpu")
 
@@ -19,12 +20,12 @@ def stream(path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_streamed_blocks_compute_what_the_model_computes(tmp_path, architecture):
-    """Sequences of two lengths; the last hidden state must be that of an ordinary forward pass."""
+    """Batches of two lengths; the last hidden state must be that of an ordinary forward pass."""
     path = write_checkpoint(tmp_path / "model", architecture)
     whole = getattr(transformers, architecture).from_pretrained(path).eval()
-    sequences = [torch.randint(1, 100, (length,)) for length in (40, 40, 25)]
+    batches = [torch.randint(1, 100, shape) for shape in ((2, 40), (1, 25))]
     model = stream(path)
-    hidden, arguments = model.first_inputs(sequences)
+    hidden, arguments = model.first_inputs(batches)
     assert all(p.device.type == "meta" for p in model.blocks.parameters() if p.ndim == 2)
     for index in range(len(model.blocks)):
         model.fill(model.block_prefix(index))
@@ -32,11 +33,11 @@ def test_streamed_blocks_compute_what_the_model_computes(tmp_path, architecture)
         model.drop(model.block_prefix(index))
     # The blocks' list ends before the final norm: compare with what a hook sees in the whole model.
     blocks = whole.get_submodule(model.prefix)
-    for sequence, state in zip(sequences, hidden, strict=True):
+    for ids, state in zip(batches, hidden, strict=True):
         seen = []
         handle = blocks[-1].register_forward_hook(lambda m, a, output, s=seen: s.append(output))
         with torch.inference_mode():
-            whole(sequence[None])
+            whole(ids)
         handle.remove()
         expected = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-5)
@@ -55,9 +56,9 @@ def test_streamed_blocks_compute_what_the_model_computes(tmp_path, architecture)
 )  # fmt: skip
 def test_linears_that_share_an_input_are_found(tmp_path, architecture, expected):
     model = stream(write_checkpoint(tmp_path / "model", architecture))
-    hidden, arguments = model.first_inputs([torch.randint(1, 100, (20,))])
+    hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
     model.fill(model.block_prefix(0))
-    groups = model.input_groups(0, hidden[0], arguments)
+    groups = anatomy(model, 0, hidden[0], arguments).groups
     leaves = [[path.rpartition(".")[2] for path in group] for group in groups]
     assert sorted(map(sorted, leaves)) == sorted(map(sorted, expected))
 
@@ -76,9 +77,9 @@ def test_linears_that_share_an_input_are_found(tmp_path, architecture, expected)
 )  # fmt: skip
 def test_scales_fold_only_where_the_block_stays_the_same(tmp_path, architecture, expected):
     model = stream(write_checkpoint(tmp_path / "model", architecture))
-    hidden, arguments = model.first_inputs([torch.randint(1, 100, (20,))])
+    hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
     model.fill(model.block_prefix(0))
-    for group in model.input_groups(0, hidden[0], arguments):
+    for group in anatomy(model, 0, hidden[0], arguments).groups:
         leaf = group[0].rpartition(".")[2]
         if leaf in expected:
             source = fold_source(model, 0, group, hidden[0], arguments)

@@ -97,7 +97,7 @@ def test_rows_are_independent(monkeypatch):
     together = search_scales(weight, hessian, Grid(4), SIZE, torch.float32)
     apart = [search_scales(row[None], hessian, Grid(4), SIZE, torch.float32) for row in weight]
     assert torch.equal(together[0], torch.cat([scale for scale, _ in apart]))
-    monkeypatch.setattr(clip, "CACHED_CODES", 0)  # 16 rows at a time
+    monkeypatch.setitem(clip.SEARCHED, "cpu", 0)  # 16 rows at a time
     many = search_scales(weight.repeat(4, 1), hessian, Grid(4), SIZE, torch.float32)
     assert torch.equal(many[0], together[0].repeat(4, 1))
 

@@ -69,13 +69,13 @@ def quantize(
     elif hessian is not None and method == "gptq":
         note = "Hessian not positive definite at any damping: rounded to nearest"
         hessian = None
-    step = None
-    if factor is not None and hessian is not None and known is not None:
-        step = None if known.drift is None else gptq.undrift(hessian, known.drift)
+    target = weight
+    if factor is not None and known is not None and known.drift is not None:
+        target = gptq.undrift(weight, factor, known.drift)
     # A few rows at a time: they are independent, and every temporary is as large as its rows.
     pieces = [
-        _rows(scheme, rows, hessian, factor, step, dtype)
-        for rows in torch.split(weight, max(64, ROW_CODES[weight.device.type] // k))
+        _rows(scheme, rows, hessian, factor, dtype)
+        for rows in torch.split(target, max(64, ROW_CODES[weight.device.type] // k))
     ]
     codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     energy = None if hessian is None else output_energy(weight, decoded, hessian)
@@ -84,16 +84,14 @@ def quantize(
 
 def _rows(
     scheme: "W4A16",
-    weight: Tensor,
+    target: Tensor,
     hessian: Tensor | None,
     factor: gptq.Factor | None,
-    step: Tensor | None,  # (k, k): where gptq.undrift moves the target
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, zeros and decoded weights of some rows. Without a Hessian, plain rounding."""
-    n, k = weight.shape
+    n, k = target.shape
     grid, size = scheme.grid, k if scheme.group_size == -1 else scheme.group_size
-    target = weight if step is None else weight + weight @ step
     groups = target.view(n, -1, size)
     if hessian is None:
         scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), dtype)

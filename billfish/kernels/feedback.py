@@ -1,0 +1,134 @@
+"""Rounding with error feedback inside a block of columns: the loop at the heart of GPTQ.
+
+Each column is rounded to its grid, and the columns behind it take up its error. A step is a few
+numbers a row, so whoever starts each of its operations from Python waits for Python: on a CPU the
+loop is one kernel (rows in lanes, a block of columns in L1; 1170 x 896 in 3 ms, by tensor operations
+75), on a GPU a CUDA graph. Other devices run the operations themselves.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from billfish.kernels.cpu import isa, threads
+
+COLUMNS = 128  # at most
+_compiling = threading.Lock()
+
+
+def round_columns(
+    block: Tensor,  # (columns, n) fp32, a row of the weight in a column; not kept
+    steps: Tensor,  # (columns, n) fp32: the scale of each weight
+    origins: Tensor,  # (columns, n) fp32: its zero point
+    spread: Tensor,  # (columns, columns) fp32, upper triangular: how errors spread
+    levels: int,  # codes are 0 to levels - 1
+) -> tuple[Tensor, Tensor]:
+    """Codes and errors, each (columns, n) fp32."""
+    if block.device.type == "cuda":
+        return _Graph.of(*block.shape, levels, block.device)(block, steps, origins, spread)
+    if block.device.type == "cpu":
+        return _on_cpu(block, steps, origins, spread, levels)
+    return one_by_one(block, steps, origins, spread, levels)
+
+
+def one_by_one(
+    block: Tensor, steps: Tensor, origins: Tensor, spread: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
+    codes, errors = torch.empty_like(block), torch.empty_like(block)
+    for i in range(len(block)):
+        code = torch.clamp(torch.round(block[i] / steps[i]) + origins[i], 0, levels - 1)
+        codes[i] = code
+        errors[i] = (block[i] - (code - origins[i]) * steps[i]) / spread[i, i]
+        block[i + 1 :].addr_(spread[i, i + 1 :], errors[i], alpha=-1.0)
+    return codes, errors
+
+
+class _Graph:
+    """The loop for one shape, recorded once. What it gives is overwritten by its next run."""
+
+    def __init__(self, columns: int, n: int, levels: int, device: torch.device) -> None:
+        self.given = [torch.ones(columns, n, device=device) for _ in range(3)]
+        self.given.append(torch.ones(columns, columns, device=device))
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            one_by_one(*self.given, levels)  # whatever is set up at first use
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = one_by_one(*self.given, levels)
+
+    @staticmethod
+    @cache
+    def of(columns: int, n: int, levels: int, device: torch.device) -> "_Graph":
+        return _Graph(columns, n, levels, device)
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        for mine, value in zip(self.given, given, strict=True):
+            mine.copy_(value)
+        self.graph.replay()
+        return self.result
+
+
+def _on_cpu(
+    block: Tensor, steps: Tensor, origins: Tensor, spread: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
+    columns, n = block.shape
+    assert columns <= COLUMNS
+    room = -n % isa().lanes
+    given = [torch.nn.functional.pad(t, (0, room), value=1.0) for t in (block, steps, origins)]
+    given = [tensor.contiguous() for tensor in given]
+    spread = spread.contiguous()
+    codes, errors = torch.empty_like(given[0]), torch.empty_like(given[0])
+    places = [tensor.data_ptr() for tensor in (*given, spread, codes, errors)]
+    _kernel(levels)(*places, columns, n + room, threads())
+    return codes[:, :n], errors[:, :n]
+
+
+@cache
+def _kernel(levels: int) -> Callable[..., None]:
+    from llvmlite import ir
+
+    from billfish.kernels import llvm
+
+    with _compiling:
+        module, lanes = ir.Module(), isa().lanes
+        kind = llvm.vector(llvm.F32, lanes)
+        w = llvm.Writer(module, "work", 1)
+        with w.builder.goto_entry_block():
+            place = w.builder.alloca(ir.ArrayType(llvm.F32, COLUMNS * lanes))
+        local = llvm.Value(w, w.builder.ptrtoint(place, llvm.I64))
+        block, steps, origins, spread, codes, errors, columns, n = (
+            w.load(w.arguments[0] + 8 * i, llvm.I64) for i in range(8)
+        )
+        zero, top = w.constant(kind, 0.0), w.constant(kind, levels - 1)
+
+        def call(name: str, *values: llvm.Value) -> llvm.Value:
+            return w.intrinsic(f"llvm.{name}.v{lanes}f32", kind, *values)
+
+        first, last = llvm.Team(w).share(n // lanes)
+        with w.loop(first, last) as rows:
+            at = rows * lanes * 4
+            with w.loop(w.number(0), columns) as i:
+                w.store(w.load(block + i * n * 4 + at, kind), local + i * lanes * 4)
+            with w.loop(w.number(0), columns) as i:
+                here = i * n * 4 + at
+                value = w.load(local + i * lanes * 4, kind)
+                step, origin = w.load(steps + here, kind), w.load(origins + here, kind)
+                code = call("roundeven", value / step) + origin
+                code = call("minnum", call("maxnum", code, zero), top)
+                row = spread + i * columns * 4
+                error = value - (code - origin) * step
+                error = error / w.spread(w.load(row + i * 4, llvm.F32), lanes)
+                w.store(code, codes + here)
+                w.store(error, errors + here)
+                back = zero - error
+                with w.loop(i + 1, columns) as j:
+                    behind = local + j * lanes * 4
+                    share = w.spread(w.load(row + j * 4, llvm.F32), lanes)
+                    w.store(call("fma", share, back, w.load(behind, kind)), behind)
+        llvm.write_start(module, w.end(), 8)
+        return llvm.compiled(module, isa()).function("start", 9)
