@@ -59,8 +59,32 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Scheme = Annotated[SchemeName, typer.Option(help="What one weight becomes.")]
 MethodOption = Annotated[Method, typer.Option(help="How codes are chosen.")]
 Bits = Annotated[int, typer.Option(min=2, max=8, help="Bits of a weight; 4 or 8 as a rule.")]
+
+
+def _group_size(given: str) -> int | None:
+    if given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is neither auto nor a whole number.") from None
+
+
 GroupSize = Annotated[
-    int, typer.Option(help="Weights along k that share a scale; -1: a whole row.")
+    Any,
+    typer.Option(
+        parser=_group_size,
+        metavar="auto|INTEGER",
+        help="Weights along k that share a scale; -1: a whole row; auto: the largest of 128, 64 "
+        "and 32 that divides every k.",
+    ),
+]
+AllowSkipped = Annotated[
+    bool,
+    typer.Option(
+        "--allow-skipped",
+        help="Take a --group-size that leaves more than 5 % of the weights in 16 bits.",
+    ),
 ]
 Symmetric = Annotated[
     bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")
@@ -84,7 +108,8 @@ def plan(
     scheme: Scheme = SchemeName.w4a16,
     method: MethodOption = Method.gptq,
     bits: Bits = 4,
-    group_size: GroupSize = 128,
+    group_size: GroupSize = "auto",
+    allow_skipped: AllowSkipped = False,
     sym: Symmetric = True,
     data: Data = "sample",
     nsamples: Samples = 128,
@@ -105,6 +130,7 @@ def plan(
         method,
         bits,
         group_size,
+        allow_skipped,
         sym,
         data,
         nsamples,
@@ -124,7 +150,8 @@ def quantize(
     scheme: Scheme = SchemeName.w4a16,
     method: MethodOption = Method.gptq,
     bits: Bits = 4,
-    group_size: GroupSize = 128,
+    group_size: GroupSize = "auto",
+    allow_skipped: AllowSkipped = False,
     sym: Symmetric = True,
     data: Data = "sample",
     nsamples: Samples = 128,
@@ -134,11 +161,11 @@ def quantize(
     dtype: DtypeOption = Dtype.auto,
     stored_dtype: StoredDtype = Dtype.auto,
     resume: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--resume/--fresh", help="Go on with what is in --output, or delete it first."
         ),
-    ] = None,
+    ] = True,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report here.")] = None,
     kv: Annotated[
         str | None,
@@ -149,19 +176,14 @@ def quantize(
     """Quantize a checkpoint. Stopped at any moment, the same command goes on where it was."""
     from billfish.driver import quantize as run
     from billfish.evaluate.report import write_report
-    from billfish.kv import calibrate_kv
 
-    if kv not in (None, "kv4"):
-        raise UserError(f"--kv {kv}: known is kv4; kv16 and kv8 need no calibration.")
     request = _request(
-        model, output, method, bits, group_size, sym, data, nsamples, seqlen, seed, device, dtype,
-        stored_dtype,
+        model, output, method, bits, group_size, allow_skipped, sym, data, nsamples, seqlen, seed,
+        device, dtype, stored_dtype, kv,
     )  # fmt: skip
     try:
         with show.progress(quiet=json_) as tell:
             result = run(request, resume, tell)
-        if kv is not None:
-            result["kv"] = calibrate_kv(output, data, seed, device, dtype.value)
     except Interrupted:
         show.error("interrupted. Finished blocks are on disk; the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
@@ -307,20 +329,24 @@ def doctor(json_: Json = False) -> None:
 
 
 def _request(
-    model: str, output: Path, method: Method, bits: int, group_size: int, sym: bool, data: str,
-    nsamples: int, seqlen: int, seed: int, device: str, dtype: Dtype, stored: Dtype,
+    model: str, output: Path, method: Method, bits: int, group_size: int | None,
+    allow_skipped: bool, sym: bool, data: str, nsamples: int, seqlen: int, seed: int, device: str,
+    dtype: Dtype, stored: Dtype, kv: str | None = None,
 ) -> Any:  # fmt: skip
     import torch
 
-    from billfish.driver import Request
+    from billfish.groups import Fitted
     from billfish.models.hf import resolve
+    from billfish.request import Request
     from billfish.schemes.w4a16 import W4A16
 
     return Request(
-        model=resolve(model), output=output, scheme=W4A16(bits, group_size, sym),
+        model=resolve(model), output=output,
+        scheme=Fitted(bits, sym) if group_size is None else W4A16(bits, group_size, sym),
         method=method.value, data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device,
         dtype=dtype.value,
         stored_dtype=None if stored == Dtype.auto else getattr(torch, stored.value),
+        kv=kv, allow_skipped=allow_skipped,
     )  # fmt: skip
 
 

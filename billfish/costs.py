@@ -147,7 +147,7 @@ def products(method: str, n: int, k: int) -> float:
 
 def measure(job: Job) -> Rates:
     """On the job's device, with the threads it will have."""
-    device, request, scheme = job.model.device, job.request, job.request.scheme
+    device, request, scheme = job.model.device, job.request, job.scheme
     n, k = PROBE
     group = k if scheme.group_size == -1 else scheme.group_size
     k = group * max(1, k // group)

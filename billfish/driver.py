@@ -16,7 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from billfish import groups
 from billfish.calibrate import BlockJob, Hidden
-from billfish.calibration import SAMPLE, Calibration, calibration
+from billfish.calibration import Calibration, calibration
 from billfish.compute import compute_dtype, name_of
 from billfish.errors import UserError
-from billfish.formats.grid import group_count
+from billfish.kv import calibrate_kv, check_kv
 from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.compressed import write_config
 from billfish.models.hf import Checkpoint, read_json, stored_dtype
 from billfish.provenance import data_digest, sampled_digest, versions
-from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.quantize import METHODS, NEEDS_DATA, Solved
+from billfish.request import Progress, Request
+from billfish.schemes.w4a16.quantize import NEEDS_DATA, Solved
 
 JOB = ".billfish"
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -46,57 +47,23 @@ REPORT = "quantization_report.json"
 TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
-@dataclass(frozen=True)
-class Request:
-    """All that decides the result. Equal requests on equal inputs give equal bytes."""
-
-    model: Path
-    output: Path
-    scheme: W4A16
-    method: str = "gptq"
-    data: str = SAMPLE
-    nsamples: int = 128
-    seqlen: int = 1024
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str | torch.dtype = "auto"  # that calibration computes in
-    # Of scales and of what stays unquantized; None: the model's, bf16 for an fp32 model.
-    stored_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise UserError(f"--method {self.method}: known are {', '.join(METHODS)}.")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Told to the caller after every linear and every block."""
-
-    block: int
-    blocks: int
-    linear: str | None = None
-    error: float | None = None
-    note: str | None = None
-    seconds_left: float | None = None
-
-
 OnProgress = Callable[[Progress], None]
 
 
 def quantize(
-    request: Request, resume: bool | None = None, on_progress: OnProgress | None = None
+    request: Request, resume: bool = True, on_progress: OnProgress | None = None
 ) -> dict[str, Any]:
     """Quantize a checkpoint directory into another one; the report.
 
-    `resume` None: go on with an unfinished job of the same request, refuse anything else that is
-    there. True: the same, and a finished one is left as it is. False: start over.
+    `resume`: an unfinished job of the same request goes on, a finished one is left as it is, and
+    anything else that is there is refused. Otherwise: start over.
     """
     started = time.monotonic()
     source = Checkpoint(request.model)
     job = Job(request, source)
-    done = job.open(resume)
-    if not done:
-        job.run(on_progress or (lambda progress: None))
+    data = job._calibration()  # a text that cannot be read is told before anything is written
+    if not job.open(resume):
+        job.run(data, on_progress or (lambda progress: None))
     report = read_json(request.output / REPORT)
     return {
         **report,
@@ -114,8 +81,12 @@ class Job:
         # fp16 overflows: for what is stored in it calibration computes in fp32, on a GPU, too.
         wide = torch.float32 if self.stored_dtype == torch.float16 else self.stored_dtype
         self.dtype = compute_dtype(wide, request.device, request.dtype)
+        self.reads = NEEDS_DATA[request.method] or request.kv is not None
+        self.kv_dtype = compute_dtype(self.stored_dtype, request.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, torch.device(request.device))
         self.shards = len(self.model.blocks) + 1
+        shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
+        self.scheme, self.warning = groups.settle(request.scheme, shapes, request.allow_skipped)
         self.skipped = {
             name: reason for name, _, _, reason in self.linear_fates() if reason is not None
         }
@@ -126,19 +97,20 @@ class Job:
 
     def linear_fates(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, why it is skipped or None) of every linear, head included."""
-        fates = []
-        for name, module in self.model.model.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                reason = None
-                if not name.startswith(self.model.prefix + "."):
-                    reason = "outside the blocks: kept in 16 bit"
-                else:
-                    try:
-                        group_count(module.in_features, self.request.scheme.group_size)
-                    except UserError as error:
-                        reason = str(error)
-                fates.append((name, module.out_features, module.in_features, reason))
-        return fates
+        size, outside = self.scheme.group_size, "outside the blocks: kept in 16 bit"
+        return [
+            (name, n, k, groups.why_left(size, k) if inside else outside)
+            for name, n, k, inside in self._linears()
+        ]
+
+    def _linears(self) -> list[tuple[str, int, int, bool]]:
+        """(module, n, k, whether it is in a block)"""
+        blocks = self.model.prefix + "."
+        return [
+            (name, module.out_features, module.in_features, name.startswith(blocks))
+            for name, module in self.model.model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
 
     # -- resuming
 
@@ -150,15 +122,16 @@ class Job:
             {n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()}
         )
         return {
-            "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
+            "scheme": {"name": self.scheme.name, **asdict(self.scheme)},
             "method": request.method,
-            "data": data_digest(request.data) if NEEDS_DATA[request.method] else None,
+            "data": data_digest(request.data) if self.reads else None,
             "nsamples": request.nsamples,
             "seqlen": request.seqlen,
             "seed": request.seed,
             "device": request.device,
             "stored_dtype": name_of(self.stored_dtype),
-            "dtype": name_of(self.dtype) if NEEDS_DATA[request.method] else None,
+            "dtype": name_of(self.dtype) if self.reads else None,
+            "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),
             "model_samples_sha256": sampled_digest([self.source.path / shard for shard in shards]),
             "versions": versions(),
@@ -166,32 +139,32 @@ class Job:
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
 
-    def open(self, resume: bool | None) -> bool:
+    def open(self, resume: bool) -> bool:
         """Make or find the output directory; True if it is finished already."""
-        ours, finished = (self.state / "job.json").exists(), (self.output / files.MANIFEST).exists()
-        if resume is False and self.output.exists():
+        manifest, report = self.output / files.MANIFEST, self.output / REPORT
+        ours, finished = (self.state / "job.json").exists(), manifest.exists()
+        if not resume and self.output.exists():
             if not (ours or finished or not any(self.output.iterdir())):
                 raise UserError(
                     f"{self.output}: was not made by Billfish; --fresh will not delete it. "
                     "Choose another --output."
                 )
-            shutil.rmtree(self.output)
-        elif finished and resume and not ours:
-            report = read_json(self.output / REPORT)
-            self._same_job(report.get("fingerprint", {}))
+            proofs = (manifest, self.state)  # go last: stopped in between, --fresh can go on
+            for path in sorted(self.output.iterdir(), key=lambda path: path in proofs):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        elif finished and report.exists():
+            self._same_job(read_json(report).get("fingerprint", {}))
+            shutil.rmtree(self.state, ignore_errors=True)  # killed between the manifest and this
             return True
         elif ours:
             self._same_job(read_json(self.state / "job.json"))
             for leftover in self.output.rglob("*" + files.TEMPORARY):
                 leftover.unlink()
-            if finished:  # killed between the manifest and the clean-up
-                shutil.rmtree(self.state)
-                return True
             return False
         elif self.output.exists() and not self._untouched():
             raise UserError(
-                f"{self.output}: exists and is not empty. --fresh deletes it and starts over, "
-                "--resume goes on with an unfinished job, or choose another --output."
+                f"{self.output}: exists, and holds no job of Billfish. Choose another --output; "
+                "--fresh deletes what Billfish made, and nothing else."
             )
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
@@ -216,10 +189,9 @@ class Job:
 
     # -- running
 
-    def run(self, on_progress: OnProgress) -> None:
+    def run(self, data: Calibration | None, on_progress: OnProgress) -> None:
         blocks = len(self.model.blocks)
         first = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
-        data = self._calibration()
         hidden, arguments = self._enter(first, data)
         if not self._shard(0).exists():
             self._write_outside()
@@ -236,15 +208,19 @@ class Job:
 
     def _calibration(self) -> Calibration | None:
         request = self.request
-        if not NEEDS_DATA[request.method]:
+        if not self.reads:
             return None
         try:
             tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{request.model}: no tokenizer can be loaded from it ({error}). --method "
-                f"{request.method} needs one for its calibration text; rtn does not."
+                f"{request.method} needs one for its calibration text; rtn without --kv does not."
             ) from None
+        if request.kv is not None:
+            check_kv(self.model.model, tokenizer, request.data, request.seed)
+        if not NEEDS_DATA[request.method]:
+            return None
         limit = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None)
         seqlen = min(request.seqlen, limit or request.seqlen)
         return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
@@ -274,9 +250,9 @@ class Job:
         def settle(path: str, solved: Solved) -> None:
             linear = linears[path]
             module = linear.weight.removesuffix(".weight")
-            tensors = request.scheme.pack(solved.codes, solved.scales, solved.zeros)
+            tensors = self.scheme.pack(solved.codes, solved.scales, solved.zeros)
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
-            bits = request.scheme.bits_per_weight(linear.n, linear.k, self.stored_dtype)
+            bits = self.scheme.bits_per_weight(linear.n, linear.k, self.stored_dtype)
             layers.append({
                 "name": prefix + path, "n": linear.n, "k": linear.k,
                 "bits_per_weight": round(bits, 4), "error": solved.error, "note": solved.note,
@@ -285,7 +261,7 @@ class Job:
             on_progress(progress)
 
         job = BlockJob(
-            model, index, paths, request.scheme, request.method, self.stored_dtype, arguments
+            model, index, paths, self.scheme, request.method, self.stored_dtype, arguments
         )
         with torch.inference_mode():
             job.solve(hidden, settle)
@@ -370,12 +346,13 @@ class Job:
         config = dict(self.source.config)
         config.pop("torch_dtype", None)
         config["dtype"] = name_of(self.stored_dtype)
-        config["quantization_config"] = write_config(request.scheme, sorted(self.skipped))
+        config["quantization_config"] = write_config(self.scheme, sorted(self.skipped))
+        files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
         files.write_json(self.output / "config.json", config)
         blocks = range(len(self.model.blocks))
         layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
         report = {
-            "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
+            "scheme": {"name": self.scheme.name, **asdict(self.scheme)},
             "method": request.method,
             "seed": request.seed,
             "dtype": config["dtype"],
@@ -385,13 +362,18 @@ class Job:
             },
             "layers": layers,
             "skipped": self.skipped,
+            "warnings": [self.warning] if self.warning else [],
             "bytes_before": self.source.nbytes,
             "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
             "versions": versions(),
             "fingerprint": self.fingerprint(),
         }  # fmt: skip
+        if request.kv is not None:  # the finished model reads the text, as the engine runs it
+            report["kv"] = calibrate_kv(
+                self.output, request.data, request.seed, request.device, self.kv_dtype
+            )
         files.write_json(self.output / REPORT, report)
-        files.finish(self.output, [self._shard(i).name for i in range(self.shards)])
+        files.write_manifest(self.output)
         shutil.rmtree(self.state)
 
 

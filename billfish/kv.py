@@ -8,33 +8,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from billfish.calibration import calibration
+from billfish.calibration import Calibration, calibration
 from billfish.engine.cache import ChannelRange
 from billfish.engine.calibrated import KV_FILE
 from billfish.engine.turn import TOKENS, calibrate
-from billfish.models.checkpoint import write_atomically, write_manifest
-from billfish.models.decoder import Decoder
+from billfish.models.checkpoint import write_shard
+from billfish.models.decoder import Decoder, family_of
 from billfish.models.load import load
 
 SAMPLES = 8  # texts of 512 tokens: twice what a model without this takes when it is loaded
 
 
+def check_kv(model: Any, tokenizer: Any, data: str, seed: int) -> None:
+    """Raises, before any work, what would stop the calibration of a model after it."""
+    family_of(model)
+    _texts(data, tokenizer, model.config.max_position_embeddings, seed)
+
+
+def _texts(data: str, tokenizer: Any, context: int, seed: int) -> Calibration:
+    return calibration(data, tokenizer, SAMPLES, min(TOKENS, context), seed)
+
+
 @torch.inference_mode()
 def calibrate_kv(
-    path: Path, data: str, seed: int, device: str = "cpu", dtype: str = "auto"
+    path: Path, data: str, seed: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Writes the file, and the manifest anew; says what it did."""
+    """Writes the file; says what it did."""
     model, tokenizer = load(path, dtype, device)
     decoder = Decoder.of(model)
     shape = decoder.shape
-    given = calibration(data, tokenizer, SAMPLES, min(TOKENS, shape.context), seed)
+    given = _texts(data, tokenizer, shape.context, seed)
     ranges = ChannelRange.empty(shape.layers, shape.kv_heads, shape.head_dim, decoder.device)
     texts = [text.tolist() for text in given.sequences]
     turn = calibrate(decoder, texts, shape.context, ranges.update)
     tensors = {**turn.tensors(), **ranges.tensors()}
-    kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path / KV_FILE, lambda place: save_file(kept, place))
-    write_manifest(path)
-    return {"file": KV_FILE, "data": data, "sha256": given.sha256, "tokens": given.tokens}
+    kept = {name: tensor.cpu() for name, tensor in tensors.items()}
+    write_shard(path / KV_FILE, kept)
+    name = Path(given.source).name
+    return {"file": KV_FILE, "data": name, "sha256": given.sha256, "tokens": given.tokens}

@@ -17,9 +17,10 @@ import torch
 from billfish.calibration import Calibration
 from billfish.compute import name_of
 from billfish.costs import Linear, estimate
-from billfish.driver import Job, Request
+from billfish.driver import Job
 from billfish.errors import UserError
 from billfish.models.hf import Checkpoint, read_json
+from billfish.request import Request
 from billfish.schemes.w4a16 import W4A16
 
 DEGREES = (1, 2, 4, 8)
@@ -48,7 +49,7 @@ def plan(request: Request) -> dict[str, Any]:
         "output": str(request.output),
         "architecture": type(job.model.model).__name__,
         "method": request.method,
-        "scheme": {"name": request.scheme.name, **asdict(request.scheme)},
+        "scheme": {"name": job.scheme.name, **asdict(job.scheme)},
         "stored_dtype": name_of(job.stored_dtype),
         "dtype": name_of(job.dtype),
         "device": request.device,
@@ -111,7 +112,7 @@ def parallel_way(module: str, styles: dict[str, str]) -> str | None:
 
 
 def layer_row(job: Job, linear: Linear) -> dict[str, Any]:
-    n, k, scheme = linear.n, linear.k, job.request.scheme
+    n, k, scheme = linear.n, linear.k, job.scheme
     stored = job.model.stored.get(f"{linear.module}.weight")  # None: tied to another tensor
     before = 0 if stored is None else job.source.entries[stored].nbytes
     parts = {"weight": n * k * job.stored_dtype.itemsize if stored else 0}
@@ -136,7 +137,7 @@ def result_bytes(job: Job) -> dict[str, int]:
     """Bytes of what each tensor of the source becomes."""
     packed = {
         job.model.stored[f"{module}.weight"]: sum(
-            spec.nbytes for spec in job.request.scheme.tensors(n, k, job.stored_dtype).values()
+            spec.nbytes for spec in job.scheme.tensors(n, k, job.stored_dtype).values()
         )
         for module, n, k, skip in job.linear_fates()
         if skip is None
@@ -189,7 +190,7 @@ def model_degrees(job: Job, linears: list[Linear]) -> dict[str, Any]:
     shared = getattr(config, "num_key_value_heads", None)
     inside = [linear for linear in linears if linear.module.startswith(job.model.prefix + ".")]
     for tp in DEGREES[1:]:
-        found = ((linear.module, obstacle(linear, tp, job.request.scheme)) for linear in inside)
+        found = ((linear.module, obstacle(linear, tp, job.scheme)) for linear in inside)
         first = next(((module, reason) for module, reason in found if reason), None)
         if heads and heads % tp:
             reasons[str(tp)] = f"{heads} attention heads do not split into {tp}."
@@ -205,7 +206,7 @@ def model_degrees(job: Job, linears: list[Linear]) -> dict[str, Any]:
 
 def warnings(job: Job, estimates: dict[str, Any]) -> list[str]:
     """What may stop the job although nothing refuses it, a sentence each."""
-    said = []
+    said = [job.warning] if job.warning else []
     output, state = job.output, job.state / "job.json"
     if state.exists():
         job._same_job(read_json(state))

@@ -20,6 +20,11 @@ err = Console(stderr=True, soft_wrap=True, highlight=False)
 Result = dict[str, Any]
 
 
+def _warn(messages: list[str]) -> None:
+    for message in messages:
+        out.print(f"[bold yellow]warning:[/] [yellow]{escape(message)}[/]")
+
+
 def error(message: str) -> None:
     err.print(f"[bold red]error:[/] {escape(message)}")
 
@@ -107,11 +112,13 @@ def quantized(result: Result) -> None:
     bits = sum(layer["n"] * layer["k"] * layer["bits_per_weight"] for layer in layers) / weights
     lines([
         ("written", result["output"]),
-        ("scheme", f"{result['scheme']['name']}, {result['method']}, {len(layers)} linears"),
+        ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
+        *_group(result),
         ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
         ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
         ("time", duration(result["seconds"])),
     ])  # fmt: skip
+    _warn(result["warnings"])
     for layer in noted:
         out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
     out.print(f"next: billfish generate {escape(result['output'])} --prompt 'Hello' --chat")
@@ -183,7 +190,7 @@ def plan(result: Result) -> None:
             layer["module"].rpartition(".")[2],
             len(group),
             f"{layer['n']} x {layer['k']}",
-            layer["skip"] or layer["scheme"],
+            "16 bits" if layer["skip"] else layer["scheme"],
             "" if layer["skip"] else f"{bits:.3f}",
             size(sum(each["bytes_before"] for each in group)),
             size(sum(each["bytes_after"] for each in group)),
@@ -194,6 +201,7 @@ def plan(result: Result) -> None:
     totals, guess, tp = result["totals"], result["estimates"], result["tp"]
     before, after = totals["bytes_before"], totals["bytes_after"]
     lines([
+        *_group(result),
         ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
         ("true bits", f"{totals['bits_per_weight']:.3f} per quantized weight, "
                       f"{totals['model_bits_per_weight']:.3f} over the whole model"),
@@ -203,10 +211,27 @@ def plan(result: Result) -> None:
         ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),
         ("time", f"about {duration(guess['seconds'])} on this machine as it is now (estimate)"),
     ])  # fmt: skip
+    for reason, kinds in _reasons(result["layers"]).items():
+        out.print(f"[dim]in 16 bits: {escape(', '.join(kinds))}: {escape(reason)}[/]")
     for count, reason in tp["impossible"].items():
         out.print(f"[dim]not at tensor parallel {count}: {escape(reason)}[/]")
-    for warning in result["warnings"]:
-        out.print(f"[yellow]{escape(warning)}[/]")
+    _warn(result["warnings"])
+
+
+def _reasons(layers: list[Result]) -> dict[str, list[str]]:
+    """Why linears stay as they are -> the kinds it holds for."""
+    found: dict[str, dict[str, None]] = {}
+    for layer in layers:
+        if layer["skip"]:
+            found.setdefault(layer["skip"], {})[layer["module"].rpartition(".")[2]] = None
+    return {reason: list(kinds) for reason, kinds in found.items()}
+
+
+def _group(result: Result) -> list[tuple[str, Any]]:
+    """What is said of the group size where it fits; where it does not, a warning says it."""
+    size_ = result["scheme"]["group_size"]
+    fits = f"{size_}, which divides every k" if size_ != -1 else "a row: one scale each"
+    return [] if any("group size" in said for said in result["warnings"]) else [("groups", fits)]
 
 
 def _alike(layers: list[Result]) -> list[list[Result]]:

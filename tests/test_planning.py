@@ -84,7 +84,7 @@ def test_sizes_are_those_of_the_result(case, tied, tmp_path):
 
 def test_layers_the_group_size_does_not_divide_are_skipped(tmp_path):
     tiny_llama(intermediate_size=96).save_pretrained(tmp_path / "dense")
-    request = Request(tmp_path / "dense", tmp_path / "out", W4A16(4, 64), "rtn")
+    request = Request(tmp_path / "dense", tmp_path / "out", W4A16(4, 64), "rtn", allow_skipped=True)
     planned = plan(request)
     quantize(request)
     assert planned["totals"]["bytes_after"] == sum(sizes(tmp_path / "out").values())
@@ -170,7 +170,7 @@ def test_names_of_transformers_tp_plans(style, way):
 
 def test_refuses_what_the_job_refuses(dense, tmp_path):
     with pytest.raises(UserError, match="no linear can be quantized"):
-        plan(Request(dense, tmp_path / "out", W4A16(4, 48), "rtn"))
+        plan(Request(dense, tmp_path / "out", W4A16(4, 48), "rtn", allow_skipped=True))
     quantize(Request(dense, tmp_path / "done", W4A16(4, 32), "rtn"))
     with pytest.raises(UserError, match="quantize"):
         plan(Request(tmp_path / "done", tmp_path / "out", W4A16(4, 32), "rtn"))
@@ -238,7 +238,7 @@ def test_warnings(dense, tmp_path, monkeypatch):
 
 def test_unfinished_job(dense, tmp_path):
     request = Request(dense, tmp_path / "out", W4A16(4, 32), "rtn")
-    Job(request, Checkpoint(dense)).open(None)
+    Job(request, Checkpoint(dense)).open(True)
     assert "unfinished job" in plan(request)["warnings"][0]
     with pytest.raises(UserError, match="another way"):
         plan(Request(dense, tmp_path / "out", W4A16(4, 64), "rtn"))

@@ -92,6 +92,11 @@ def _copy(source: Path, target: Path) -> None:
 
 def finish(target: Path, shards: Iterable[str]) -> None:
     """The index, then the manifest: after this the directory is a checkpoint."""
+    write_index(target, shards)
+    write_manifest(target)
+
+
+def write_index(target: Path, shards: Iterable[str]) -> None:
     weight_map: dict[str, str] = {}
     total = 0
     for shard in shards:
@@ -100,7 +105,6 @@ def finish(target: Path, shards: Iterable[str]) -> None:
             total += entry.nbytes
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(target / INDEX, index)
-    write_manifest(target)
 
 
 def write_manifest(target: Path) -> None:

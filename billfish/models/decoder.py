@@ -96,6 +96,19 @@ _TELLTALES = {
 }
 
 
+def family_of(model: Any) -> _Family:
+    """Raises UserError for a model whose block is not Llama's; its weights are not looked at."""
+    config: Any = getattr(model, "config", None)
+    family = _FAMILIES.get(type(model).__name__)
+    if family is None or family.model_type != getattr(config, "model_type", None):
+        found = _told_by(config) + _unlike(model, None)
+        raise _refusal(model, found or ["more than its modules show; it was never compared"])
+    found = _unlike(model, family) or _unlike_settings(model, family)
+    if found:
+        raise _refusal(model, found)
+    return family
+
+
 class Decoder:
     """Embedding, blocks, final norm and head of one model; build it with `of`. It holds the
     model's modules, not copies: the model must stay on its device, in its dtype."""
@@ -121,16 +134,11 @@ class Decoder:
     def of(cls, model: Any) -> "Decoder":
         """The decoder of a model that transformers has loaded; raises UserError for one whose
         block is not Llama's."""
-        config: Any = getattr(model, "config", None)
-        family = _FAMILIES.get(type(model).__name__)
-        if family is None or family.model_type != getattr(config, "model_type", None):
-            found = _told_by(config) + _unlike(model, None)
-            raise _refusal(model, found or ["more than its modules show; it was never compared"])
-        found = _unlike(model, family)
-        if not found:
-            found = _unlike_settings(model, family)
-        if found:
-            raise _refusal(model, found)
+        family, config = family_of(model), model.config
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        if len(devices) > 1 or devices == ["meta"]:
+            told = f"weights on {', '.join(devices)}: all must be in memory, on one device"
+            raise _refusal(model, [told])
         attention = model.model.layers[0].self_attn
         layers: int = config.num_hidden_layers
         return cls(
@@ -316,9 +324,6 @@ def _unlike_settings(model: Any, family: _Family) -> list[str]:
         ]
         if "sliding_attention" in kinds and config.sliding_window is None:
             found.append("sliding_attention layers without a sliding_window")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1 or devices == ["meta"]:
-        found.append(f"weights on {', '.join(devices)}: all must be in memory, on one device")
     return found
 
 
