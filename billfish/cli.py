@@ -1,22 +1,20 @@
 """The command line: arguments in, one call, and its result printed for people or as JSON.
 
-Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, 75
-interrupted and is resumed by the same command. Rooms are imported by the command that needs
-them, so that --help is quick.
+Nothing is computed here. Exit codes: 0 done, 1 an error told in one message, 2 wrong usage, and
+what signals.py says of one that was interrupted. Rooms are imported by the command that needs them,
+so that --help is quick.
 """
 
 import errno
 import json
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from billfish import cli_bench, cli_kernels, cli_serve, show
+from billfish import cli_bench, cli_kernels, cli_serve, show, signals
 from billfish.cli_bench import Dtype, DtypeOption
 from billfish.errors import Interrupted, UserError
 
@@ -33,8 +31,6 @@ app = typer.Typer(
 app.add_typer(cli_bench.app)
 app.add_typer(cli_kernels.app)
 app.command(epilog="Example: billfish serve ./smol-w4 --kv kv8 --api-key SECRET")(cli_serve.serve)
-
-INTERRUPTED = 75
 
 
 class Method(StrEnum):
@@ -95,7 +91,7 @@ Data = Annotated[
 Samples = Annotated[int, typer.Option(min=1, help="Calibration sequences.")]
 Seqlen = Annotated[int, typer.Option(min=16, help="Their longest length in tokens.")]
 Seed = Annotated[int, typer.Option(help="Decides which sequences are taken.")]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, auto.")]
 StoredDtype = Annotated[
     Dtype,
     typer.Option(help="Of scales and unquantized tensors; auto: the model's, fp32 becomes bf16."),
@@ -181,12 +177,8 @@ def quantize(
         model, output, method, bits, group_size, allow_skipped, sym, data, nsamples, seqlen, seed,
         device, dtype, stored_dtype, kv,
     )  # fmt: skip
-    try:
-        with show.progress(quiet=json_) as tell:
-            result = run(request, resume, tell)
-    except Interrupted:
-        show.error("interrupted. Finished blocks are on disk; the same command goes on from there.")
-        raise typer.Exit(INTERRUPTED) from None
+    with show.progress(quiet=json_) as tell:
+        result = run(request, resume, tell)
     if report is not None:
         write_report({"model": {"path": str(output)}, "quantization": result}, report)
     _print(result, json_, show.quantized)
@@ -357,22 +349,16 @@ def _print(result: Any, as_json: bool, render: Any) -> None:
         render(result)
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted
-
-
 def main() -> None:
     """Turns expected failures into one message and an exit code."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    signals.catch()
     try:
         app(standalone_mode=True)
     except UserError as error:
         show.error(str(error))
         sys.exit(1)
-    except Interrupted:
-        show.error("interrupted.")
-        sys.exit(130)
+    except Interrupted as stopped:
+        sys.exit(signals.ended(stopped))
     except OSError as error:
         if error.errno is None or not error.filename:
             raise  # not about a place a user chose

@@ -242,6 +242,7 @@ def generate(
     from billfish.bench import plot_generate
     from billfish.bench import variants as asked
     from billfish.bench.plot import need_matplotlib
+    from billfish.compute import device_of
 
     if plot is not None:
         need_matplotlib()
@@ -256,7 +257,7 @@ def generate(
             raise UserError(
                 "say what is measured: a checkpoint directory, or --config with a model's name."
             )
-        chosen = asked.device_of(device)
+        chosen = device_of(device)
         is_random = random or config is not None
         request = asked.Request(
             model=config or model or "",

@@ -161,8 +161,9 @@ def _own(
     need_server()
     from billfish.bench import own_server
     from billfish.bench import variants as asked
+    from billfish.compute import device_of
 
-    usual = asked.usual(random, asked.device_of(device), dtype)
+    usual = asked.usual(random, device_of(device), dtype)
     wanted = asked.parse_variants(variants or usual)
     request = asked.Request(model=model, random=random, variants=wanted, dtype=dtype)
     if sequences < 1:

@@ -1,4 +1,4 @@
-"""In which type a CPU computes: not the one in which weights are stored. One place decides.
+"""Where a model computes, and in which type: not the one in which weights are stored.
 
 Weights are stored in bf16 because memory is slow. Products of bf16 are several times as fast as
 those of fp32 where a processor has instructions for them (AMX, AVX512-BF16, Arm's BF16), and where
@@ -40,6 +40,24 @@ class Choice:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def device_of(asked: str | torch.device) -> torch.device:
+    """A device that is here, and that we run on; auto: a GPU, where there is one."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "auto":
+        return torch.device("cuda" if there else "cpu")
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError, ValueError):  # each for another kind of nonsense
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {asked}: known are auto, cpu, cuda, and one of many: cuda:1.")
+    if device.type == "cuda" and not there:
+        raise UserError(f"device {asked}: PyTorch sees no GPU here. `billfish doctor` says why.")
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise UserError(f"device {asked}: PyTorch sees {there} here, the last is cuda:{there - 1}.")
+    return device
 
 
 def compute_dtype(

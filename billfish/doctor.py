@@ -24,6 +24,7 @@ from billfish.errors import UserError
 from billfish.kernels import cpu as processor
 from billfish.kernels import jit
 from billfish.kernels.cache import directory as cache_directory
+from billfish.kernels.device import HOPPER
 from billfish.kernels.device import gpu as gpu_of
 from billfish.kernels.launch import Loaded, LoadError
 from billfish.schemes.w4a16 import W4A16
@@ -209,7 +210,9 @@ def gpu() -> Finding:
         fast = W4A16().ops()[:-1]
         device = torch.device("cuda")
         if any(op.refuses(W4A16(), 4096, 4096, device) is None for op in fast):
-            return Finding("gpu", "ok", detail)
+            if (major, minor) != HOPPER:
+                detail += " The engine's own kernels are for 9.0: here it runs through PyTorch's."
+            return Finding("gpu", "ok" if (major, minor) == HOPPER else "note", detail)
         return Finding(
             "gpu", "note", f"{detail} w4a16 has no kernel for it; models run on the CPU."
         )

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from billfish import groups
 from billfish.calibrate import BlockJob, Hidden
 from billfish.calibration import Calibration, calibration
-from billfish.compute import compute_dtype, name_of
+from billfish.compute import compute_dtype, device_of, name_of
 from billfish.errors import UserError
 from billfish.kv import calibrate_kv, check_kv
 from billfish.models import checkpoint as files
@@ -76,14 +76,15 @@ class Job:
     def __init__(self, request: Request, source: Checkpoint) -> None:
         self.request, self.source, self.output = request, source, request.output
         self.state = request.output / JOB
+        self.device = device_of(request.device)
         own = stored_dtype(source.path)
         self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
         # fp16 overflows: for what is stored in it calibration computes in fp32, on a GPU, too.
         wide = torch.float32 if self.stored_dtype == torch.float16 else self.stored_dtype
-        self.dtype = compute_dtype(wide, request.device, request.dtype)
+        self.dtype = compute_dtype(wide, self.device, request.dtype)
         self.reads = NEEDS_DATA[request.method] or request.kv is not None
-        self.kv_dtype = compute_dtype(self.stored_dtype, request.device, request.dtype)
-        self.model = StreamedModel(source, self.dtype, torch.device(request.device))
+        self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
+        self.model = StreamedModel(source, self.dtype, self.device)
         self.shards = len(self.model.blocks) + 1
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
         self.scheme, self.warning = groups.settle(request.scheme, shapes, request.allow_skipped)
@@ -128,7 +129,7 @@ class Job:
             "nsamples": request.nsamples,
             "seqlen": request.seqlen,
             "seed": request.seed,
-            "device": request.device,
+            "device": str(self.device),
             "stored_dtype": name_of(self.stored_dtype),
             "dtype": name_of(self.dtype) if self.reads else None,
             "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
@@ -333,7 +334,7 @@ class Job:
         files.write_shard(self._hidden_file(index), tensors)
 
     def _load_hidden(self, index: int) -> Hidden:
-        tensors = safetensors.torch.load_file(self._hidden_file(index), device=self.request.device)
+        tensors = safetensors.torch.load_file(self._hidden_file(index), device=str(self.device))
         counts = [
             sum(name.startswith(part) for name in tensors) for part in ("quantized", "original")
         ]
@@ -370,7 +371,7 @@ class Job:
         }  # fmt: skip
         if request.kv is not None:  # the finished model reads the text, as the engine runs it
             report["kv"] = calibrate_kv(
-                self.output, request.data, request.seed, request.device, self.kv_dtype
+                self.output, request.data, request.seed, str(self.device), self.kv_dtype
             )
         files.write_json(self.output / REPORT, report)
         files.write_manifest(self.output)

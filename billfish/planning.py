@@ -12,8 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from billfish.calibration import Calibration
 from billfish.compute import name_of
 from billfish.costs import Linear, estimate
@@ -29,10 +27,6 @@ MEMORY = Path("/proc/meminfo")
 
 def plan(request: Request) -> dict[str, Any]:
     """Raises what the job would raise; writes nothing."""
-    if torch.device(request.device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"--device {request.device}: PyTorch sees no GPU here. `billfish doctor` says why."
-        )
     source = Checkpoint(request.model)
     job = Job(request, source)
     data = calibration_data(job)
@@ -52,7 +46,7 @@ def plan(request: Request) -> dict[str, Any]:
         "scheme": {"name": job.scheme.name, **asdict(job.scheme)},
         "stored_dtype": name_of(job.stored_dtype),
         "dtype": name_of(job.dtype),
-        "device": request.device,
+        "device": str(job.device),
         "calibration": None if data is None else {
             "source": data.source, "sequences": len(data.sequences), "tokens": tokens,
         },

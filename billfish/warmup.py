@@ -5,7 +5,6 @@ cache of compiled kernels, where loading the model finds them. Needs NVRTC and n
 be built on a machine without one.
 """
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -72,8 +71,8 @@ def target(arch: str | None) -> str:
                 "sm_80 (A100)."
             )
         return gpu().arch
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
-        raise UserError(f"--arch {arch}: expected something like sm_90a, sm_89 or sm_80.")
+    if arch not in (known := jit.architectures()):
+        raise UserError(f"--arch {arch}: known are {', '.join(known)}.")
     return arch
 
 

@@ -16,7 +16,7 @@ COMMANDS = ("plan", "quantize", "inspect", "verify", "convert", "eval", "generat
 
 def billfish(*args, code=0):
     done = subprocess.run(
-        [sys.executable, "-m", "billfish.cli", *map(str, args)],
+        [sys.executable, "-m", "billfish", *map(str, args)],
         capture_output=True, text=True, timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
     )  # fmt: skip

@@ -187,6 +187,9 @@ def test_gpu_and_its_kernels(h100, monkeypatch):
     found = doctor.gpu()
     assert found.status == "ok" and "CPU" not in found.detail
     assert asked == [torch.device("cuda")] * 2
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    found = doctor.gpu()
+    assert found.status == "note" and "through PyTorch's" in found.detail
 
 
 def test_kernels_without_a_gpu(no_gpu, monkeypatch, tmp_path):

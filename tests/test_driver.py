@@ -128,7 +128,7 @@ def test_a_job_stopped_at_any_write_ends_in_the_same_bytes(
 
 
 def run_cli(*args, **options):
-    command = [sys.executable, "-m", "billfish.cli", *map(str, args)]
+    command = [sys.executable, "-m", "billfish", *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,

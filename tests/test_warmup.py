@@ -85,8 +85,8 @@ def test_dtype(packed, asked, tmp_path, said, dtype, expected):
 def test_refusals(dense, packed, tmp_path):
     with pytest.raises(UserError, match=r"no GPU here.*--arch sm_90a"):
         warmup.warmup(packed)
-    for arch in ("90a", "sm90", "hopper", "sm_90a -G"):
-        with pytest.raises(UserError, match="expected something like sm_90a"):
+    for arch in ("90a", "sm90", "hopper", "sm_90a -G", "sm_42", "sm_90", "sm_100f", "sm_75"):
+        with pytest.raises(UserError, match=r"known are sm_80, .*sm_89, sm_90a, sm_100a"):
             warmup.warmup(packed, arch)
     with pytest.raises(UserError, match=r"not a quantized model.*billfish quantize"):
         warmup.warmup(dense, "sm_90a")

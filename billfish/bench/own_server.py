@@ -18,7 +18,8 @@ from billfish.bench import serve
 from billfish.bench.generate import Run
 from billfish.bench.random_model import numbered
 from billfish.bench.serve import Load, Result, Say
-from billfish.bench.variants import Request, Variant, device_of
+from billfish.bench.variants import Request, Variant
+from billfish.compute import device_of
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError

@@ -73,15 +73,6 @@ class Request:
         return self.input + self.output
 
 
-def device_of(text: str) -> torch.device:
-    if text not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {text!r}: known are auto, cpu and cuda.")
-    there = torch.cuda.is_available()
-    if text == "cuda" and not there:
-        raise UserError("--device cuda: PyTorch finds no GPU here. `billfish doctor` says why.")
-    return torch.device("cuda" if there and text != "cpu" else "cpu")
-
-
 def type_of(device: torch.device, dtype: str = "auto") -> torch.dtype:
     """That a model without files computes in: one of fp16 on a GPU, of bf16 elsewhere."""
     stored = torch.float16 if device.type == "cuda" else torch.bfloat16

@@ -23,7 +23,7 @@ from billfish.engine.runner import Decoded, Rules
 from billfish.engine.scheduler import Piece
 from billfish.engine.turn import Turn
 from billfish.kernels import jit
-from billfish.kernels.device import gpu
+from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder, Shape
 
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goes
@@ -32,12 +32,12 @@ Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goe
 def refuses(decoder: Decoder, kv: str) -> str | None:
     """Why these kernels cannot run such a model; torch's operators do, then."""
     shape, device = decoder.shape, decoder.device
-    group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
-    rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if device.type != "cuda":
         return f"the model is on {device}"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return "its kernels need compute capability 9.0"
+    if (found := torch.cuda.get_device_capability(device)) != HOPPER:
+        return f"its kernels are for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
+    group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
+    rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if decoder.dtype not in decode.TYPES:
         return f"its kernels take float16 and bfloat16, not {decoder.dtype}"
     if kv not in POOLS:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from billfish.compute import device_of
 from billfish.engine.build import Loaded, Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
@@ -46,8 +47,7 @@ class LLM:
         prefix_caching: bool = True,
         batch_invariant: bool = False,
     ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = str(device_of(device))
         settings = Settings(
             kv=kv, dtype=dtype, device=device, max_model_len=max_model_len,
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from billfish import compute
 from billfish.errors import UserError
 from billfish.evaluate.tasks import (
@@ -67,8 +65,7 @@ def check_request(request: EvalRequest) -> None:
             raise UserError(f"{what} {number}: it must be {least} or more.")
     if request.dtype not in DTYPES:
         raise UserError(f"dtype {request.dtype!r} is not one of {', '.join(DTYPES)}.")
-    if request.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {request.device}: torch sees no CUDA device here. Use cpu.")
+    compute.device_of(request.device)
     if request.kl and request.baseline is None:
         raise UserError("KL compares a model with its baseline, and no baseline was given.")
     if request.kl and not request.texts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from billfish.compute import compute_dtype, name_of
+from billfish.compute import compute_dtype, device_of, name_of
 from billfish.errors import UserError
 from billfish.evaluate.estimate import Estimate, exp_difference, finite, ratio_of_means
 from billfish.evaluate.perplexity import (
@@ -164,6 +164,7 @@ def _run_both(request: EvalRequest, seqlen: int, say: Say) -> Measured:
 
 def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Loaded:
     say(f"loading {path}")
+    where = device_of(request.device)
     # Explicit, so that no later default can make an evaluation run code from a checkpoint or wait
     # for a network.
     tokenizer = AutoTokenizer.from_pretrained(
@@ -175,13 +176,11 @@ def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Load
     }
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(path),
-        dtype=compute_dtype(stored_dtype(path), request.device, request.dtype),
+        dtype=compute_dtype(stored_dtype(path), where, request.dtype),
         trust_remote_code=False,
         local_files_only=True,
     )
-    if request.device != "cpu":
-        model = model.to(request.device)
-    return Loaded(model.eval(), tokenizer, ids)
+    return Loaded(model.to(where).eval(), tokenizer, ids)
 
 
 def _check_same_tokens(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

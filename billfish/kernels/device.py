@@ -12,6 +12,8 @@ import torch
 
 from billfish.errors import UserError
 
+HOPPER = (9, 0)  # compute capability: what sm_90a runs on, and no later GPU does
+
 
 @dataclass(frozen=True)
 class Gpu:

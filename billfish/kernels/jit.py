@@ -20,6 +20,7 @@ from typing import Any
 
 from billfish.errors import UserError
 from billfish.kernels import cache
+from billfish.kernels.device import arch_of
 
 INCLUDE = Path(__file__).parent / "include"
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")  # ptxas reports into the program's log
@@ -183,6 +184,13 @@ def version() -> str:
     nvrtc = _nvrtc()
     code, major, minor = nvrtc.nvrtcVersion()
     return f"{major}.{minor}" if int(code) == 0 else "unknown"
+
+
+def architectures() -> list[str]:
+    """For which this NVRTC and our kernels can be compiled: from Ampere on."""
+    nvrtc = _nvrtc()
+    found = _checked(nvrtc, nvrtc.nvrtcGetSupportedArchs())
+    return [arch_of(*divmod(number, 10)) for number in found if number >= 80]
 
 
 @once

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from billfish.compute import compute_dtype
+from billfish.compute import compute_dtype, device_of
 from billfish.errors import UserError
 from billfish.models.hf import stored_dtype
 from billfish.models.linear import QuantLinear
@@ -31,10 +31,11 @@ def load(
         if op not in ("auto", "invariant"):
             raise UserError(f"op {op!r} is not batch invariant: ask for one of the two.")
         op = "invariant"
-    dtype = compute_dtype(stored_dtype(path), device, dtype)
+    where = device_of(device)
+    dtype = compute_dtype(stored_dtype(path), where, dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    model.to(device)  # type: ignore[arg-type]
+    model.to(where)  # type: ignore[arg-type]
     model.requires_grad_(False)
     if op != "auto":
         for module in model.modules():
