@@ -163,9 +163,14 @@ class BlockJob:
 
     def _weights(self, paths: list[str]) -> Tensor:
         """Stacked fp32 weights as the checkpoint has them, before any other cast."""
-        names = [f"{self.model.block_prefix(self.index)}{path}.weight" for path in paths]
-        tensors = [self.model.read(self.model.stored[name]).float() for name in names]
-        return torch.cat(tensors).to(self.model.device)
+        return torch.cat([self._weight(path) for path in paths])
+
+    def _weight(self, path: str) -> Tensor:
+        model, name = self.model, f"{self.model.block_prefix(self.index)}{path}.weight"
+        stored = model.checkpoint.entries[model.stored[name]].dtype
+        if model.dtype in (stored, torch.float32):  # the block has it exactly, until it is settled
+            return self._linear(path).weight.data.float()
+        return model.read(model.stored[name], model.device).float()
 
     def _linear(self, path: str) -> nn.Linear:
         module = self.model.blocks[self.index].get_submodule(path)

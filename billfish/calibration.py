@@ -40,7 +40,7 @@ class Calibration:
         return [
             batch
             for length, alike in by_length.items()
-            for batch in torch.stack(alike).split(max(1, tokens // length))
+            for batch in torch.split(torch.stack(alike), max(1, tokens // length))
         ]
 
 

@@ -10,7 +10,6 @@ bytes as one that was never stopped.
     out/.billfish/                         the job while it runs: settings, reports, activations
 """
 
-import ctypes
 import hashlib
 import json
 import shutil
@@ -38,9 +37,9 @@ from billfish.models.hf import Checkpoint, read_json, stored_dtype
 from billfish.provenance import data_digest, sampled_digest, versions
 from billfish.request import Progress, Request
 from billfish.schemes.w4a16.quantize import NEEDS_DATA, Solved
+from billfish.streaming import Writes, return_freed_memory
 
 JOB = ".billfish"
-M_MMAP_THRESHOLD = -3  # malloc.h
 REPORT = "quantization_report.json"
 # That pass a block together. A CPU's products are at their best with these, and what is added and
 # multiplied between them still fits a cache; a GPU wants more.
@@ -199,12 +198,13 @@ class Job:
         self.model.model.eval()
         return_freed_memory()
         started = time.monotonic()
-        for index in range(first, blocks):
-            self._run_block(index, hidden, arguments, on_progress)
-            return_freed_memory()
-            pace = (time.monotonic() - started) / (index - first + 1)
-            left = pace * (blocks - index - 1)
-            on_progress(Progress(index, blocks, seconds_left=left))
+        with Writes(at_once=self.device.type == "cpu") as writes:
+            for index in range(first, blocks):
+                writes(self._run_block(index, hidden, arguments, on_progress))
+                return_freed_memory()
+                pace = (time.monotonic() - started) / (index - first + 1)
+                left = pace * (blocks - index - 1)
+                on_progress(Progress(index, blocks, seconds_left=left))
         self._finish(data)
 
     def _calibration(self) -> Calibration | None:
@@ -239,7 +239,8 @@ class Job:
 
     def _run_block(
         self, index: int, hidden: Hidden, arguments: Arguments | None, on_progress: OnProgress
-    ) -> None:
+    ) -> Callable[[], None]:
+        """Solves one block; what is returned writes it."""
         request, model = self.request, self.model
         prefix = model.block_prefix(index)
         model.fill(prefix)
@@ -266,12 +267,18 @@ class Job:
         )
         with torch.inference_mode():
             job.solve(hidden, settle)
-        self._write_block(index, packed)
-        if arguments is not None:
-            self._save_hidden(index + 1, hidden)
-        files.write_json(self._block_report(index), {"layers": layers})
-        self._hidden_file(index).unlink(missing_ok=True)
+        tensors = self._block_tensors(index, packed)
+        left = Hidden([*hidden.quantized], [*hidden.original])
         model.drop(prefix)
+
+        def write() -> None:
+            files.write_shard(self._shard(index + 1), tensors)
+            if arguments is not None:
+                self._save_hidden(index + 1, left)
+            files.write_json(self._block_report(index), {"layers": layers})
+            self._hidden_file(index).unlink(missing_ok=True)
+
+        return write
 
     # -- writing
 
@@ -305,7 +312,7 @@ class Job:
             self._shard(0), {name: self._cast(name, self.model.read(name)) for name in names}
         )
 
-    def _write_block(self, index: int, packed: dict[str, Tensor]) -> None:
+    def _block_tensors(self, index: int, packed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Packed linears, and everything else as the source has it; what AWQ has scaled, as it is
         now, in the type that calibration computes in."""
         prefix = self.model.block_prefix(index)
@@ -322,14 +329,12 @@ class Job:
                 if not torch.equal(now, tensor.to(now.dtype)):
                     tensor = now
                 tensors[name] = self._cast(name, tensor)
-        files.write_shard(self._shard(index + 1), tensors)
+        return tensors
 
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
         kept = {"quantized": hidden.quantized, "original": hidden.original}
         tensors = {
-            f"{part}.{i}": state.clone()
-            for part, states in kept.items()
-            for i, state in enumerate(states)
+            f"{part}.{i}": state for part, states in kept.items() for i, state in enumerate(states)
         }
         files.write_shard(self._hidden_file(index), tensors)
 
@@ -376,13 +381,3 @@ class Job:
         files.write_json(self.output / REPORT, report)
         files.write_manifest(self.output)
         shutil.rmtree(self.state)
-
-
-def return_freed_memory() -> None:
-    """Give freed tensors back to the system: glibc keeps the holes between blocks that come and go.
-    What passes need again and again stays below the threshold; mapping it anew each time costs a
-    third of a pass."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**24)
-        libc.malloc_trim(0)

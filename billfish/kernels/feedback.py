@@ -50,9 +50,9 @@ class _Graph:
     """The loop for one shape, recorded once. What it gives is overwritten by its next run."""
 
     def __init__(self, columns: int, n: int, levels: int, device: torch.device) -> None:
-        self.given = [torch.ones(columns, n, device=device) for _ in range(3)]
-        self.given.append(torch.ones(columns, columns, device=device))
-        stream = torch.cuda.Stream(device)
+        given = [torch.ones(columns, size, device=device) for size in (n, n, n, columns)]
+        self.given = (given[0], given[1], given[2], given[3])
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             one_by_one(*self.given, levels)  # whatever is set up at first use

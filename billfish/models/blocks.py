@@ -98,9 +98,9 @@ class StreamedModel:
         prefix = names[0][: names[0].index(f".{index}.") + len(f".{index}.")]
         return [name for name in self.checkpoint if name.startswith(prefix)]
 
-    def read(self, stored: str) -> Tensor:
+    def read(self, stored: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor of the checkpoint, as it is there; NaN and Inf are refused by name."""
-        tensor = self.checkpoint.tensor(stored)
+        tensor = self.checkpoint.tensor(stored).to(device)
         problem = first_nonfinite(stored, tensor)
         if problem:
             file = self.checkpoint.entries[stored].file
@@ -114,9 +114,8 @@ class StreamedModel:
         `skip`."""
         for name, stored in self.stored.items():
             if name.startswith(prefix) and not name.startswith(skip):
-                value = self.read(stored)
-                value = value.to(self.device, self.dtype if value.is_floating_point() else None)
-                self._set(name, value)
+                value = self.read(stored, self.device)
+                self._set(name, value.to(self.dtype) if value.is_floating_point() else value)
 
     def drop(self, prefix: str, skip: str = "\0") -> None:
         for name in self.stored:

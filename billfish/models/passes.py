@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from billfish.models.blocks import Arguments, StreamedModel
@@ -84,11 +83,11 @@ def anatomy(model: StreamedModel, index: int, probe: Tensor, arguments: Argument
         needs |= inside
         first, *rest = given[0] if isinstance(given[0], tuple) else given[:1]
         # Once a pass, one tensor and as large as the hidden state: that can be kept.
-        if inside and len(given) == 1 and isinstance(first, Tensor) and first.shape == probe.shape:
-            if not any(isinstance(item, Tensor) for item in rest):
-                last = next((p for tensor, p in written if p in inside and same(tensor, first)), "")
-                after = tuple(rest) if isinstance(given[0], tuple) else None
-                parts.append(Part(name, inside, needs, last or None, after))
+        alone = len(given) == 1 and not any(isinstance(item, Tensor) for item in rest)
+        if inside and alone and isinstance(first, Tensor) and first.shape == probe.shape:
+            last = next((p for tensor, p in written if p in inside and same(tensor, first)), None)
+            after = tuple(rest) if isinstance(given[0], tuple) else None
+            parts.append(Part(name, inside, needs, last, after))
     return Anatomy([paths for _, paths in read], parts)
 
 
@@ -214,7 +213,7 @@ class Walk:
 
         modules = [self.block.get_submodule(part.name) for part in self.anatomy.parts]
         for part, module in zip(self.anatomy.parts, modules, strict=True):
-            module.forward = stand_in(part, module.forward)  # type: ignore[method-assign]
+            module.forward = stand_in(part, module.forward)
         try:
             yield
         finally:
