@@ -8,11 +8,12 @@ nothing of files.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from billfish.hidden import Hidden
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.fold import fold_source
 from billfish.models.passes import Anatomy, Walk, anatomy, listen
@@ -22,14 +23,6 @@ from billfish.solvers import awq
 from billfish.solvers.statistics import Statistics
 
 OnLinear = Callable[[str, Solved], None]
-
-
-@dataclass
-class Hidden:
-    """The calibration activations at a block boundary."""
-
-    quantized: list[Tensor]  # (batch, length, hidden) each: behind the quantized blocks
-    original: list[Tensor] = field(default_factory=list)  # behind the original ones; only GPTQ asks
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,15 @@ from billfish.solvers import awq
 from billfish.solvers.statistics import Statistics
 
 NOTE = "Estimates, from shapes and a short measurement on this machine; they may be off by half."
-# Block forwards of a calibration token: GPTQ runs both models up to every input, then through.
-FORWARDS = {"rtn": 0.0, "gptq": 5.4, "awq": 2.0}
-# Products of each row of a weight with a (k, k) matrix. GPTQ: spreading errors (half), drift and
-# its solution, the report. AWQ: 39 candidates and the report.
-PRODUCTS = {"rtn": 0.0, "gptq": 4.5, "awq": 41.0}
+# Block forwards of a calibration token: GPTQ runs both models once, gate and up twice in one.
+FORWARDS = {"rtn": 0.0, "gptq": 2.6, "awq": 2.0}
+SUMS = {"rtn": 0.0, "gptq": 1.65, "awq": 0.65}  # (k, k) products a token: x x^T costs 0.65
 WEIGHT_COPIES = 5  # fp32 matrices as large as the weights being solved that are held at once
 HESSIAN_COPIES = 8  # sums and means of Hessian and drift, damped, factors
 PROCESS = 5 * 10**8  # bytes of Python with torch and transformers, measured
 DISK = 5 * 10**8  # bytes a second, assumed
-PROBE = (256, 512)  # n of the small layer, and its k but for whole groups
+PROBES, DEPTH = (256, 1024), 512  # n of two small layers, and their k but for whole groups
+PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the product that is timed
 PROBE_SECONDS = 0.1  # of each product
 
 
@@ -48,6 +47,7 @@ class Rates:
     fp32: float  # flops a second
     running: float  # the same in the type of the calibration passes
     solver: float  # seconds a weight, besides its products
+    column: float  # seconds a column, whatever its length
 
 
 def input_groups(linears: list[Linear], prefix: str) -> list[tuple[int, int]]:
@@ -109,9 +109,10 @@ def estimate_memory(
     inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
     outside = [entry for name, entry in job.source.entries.items() if name not in inside]
     embeddings += max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
-    # Embeddings and one block make the first activations; then blocks are solved; after each, the
-    # activations are copied to be saved.
-    phases = (embeddings + once, block + solver + statistics, once + activations)
+    # Embeddings and one block make the first activations; then blocks are solved, for which GPTQ
+    # keeps what their attention gives; after each, the activations are saved.
+    kept = activations if method == "gptq" else 0
+    phases = (embeddings + once, block + solver + statistics + kept, once + activations)
     return {
         "process": PROCESS, "activations": activations, "block": block, "solver": solver,
         "statistics": statistics, "embeddings": embeddings,
@@ -130,27 +131,37 @@ def estimate_time(
     every = [group for block in groups for group in block]
     inside = [linear for linear in linears if linear.module.startswith(job.model.prefix + ".")]
     passes = FORWARDS[method] * tokens * 2 * sum(linear.n * linear.k for linear in inside)
-    outer = (2 if method == "gptq" else 1) * tokens * sum(2 * k * k for _, k in every)
+    width = getattr(job.model.model.config.get_text_config(), "hidden_size", 0)
+    attention = 2 * tokens * min(job.request.seqlen, tokens) * 2 * width * len(groups)
+    outer = SUMS[method] * tokens * sum(2 * k * k for _, k in every)
     seconds = {
-        "passes": passes / rates.running,
+        "passes": (passes + attention * (FORWARDS[method] > 0)) / rates.running,
         "statistics": outer / rates.fp32,
-        "solver": sum(n * k * rates.solver + products(method, n, k) / rates.fp32 for n, k in every),
+        "solver": sum(
+            k * rates.column + n * k * rates.solver + products(method, n, k) / rates.fp32
+            for n, k in every
+        ),
         "files": (job.source.nbytes + bytes_after) / DISK,
     }
     return {"seconds": sum(seconds.values()), "time": seconds, "rates": asdict(rates)}
 
 
 def products(method: str, n: int, k: int) -> float:
-    """Flops of a solver's matrix products."""
-    return PRODUCTS[method] * 2 * n * k * k + (2 * k**3 if method == "gptq" else 0)
+    """Flops of a solver's matrix products. GPTQ: spreading errors, the report, undoing drift (with
+    the rows, or, if they are more than columns, with a matrix of their own), the factor. AWQ: 39
+    candidates and the report."""
+    row = 2 * n * k * k
+    if method == "gptq":
+        drift = 3 * row if n < k else row + 4 * k**3
+        return 2.5 * row + drift + 4 / 3 * k**3
+    return 41 * row if method == "awq" else 0.0
 
 
 def measure(job: Job) -> Rates:
     """On the job's device, with the threads it will have."""
     device, request, scheme = job.model.device, job.request, job.scheme
-    n, k = PROBE
-    group = k if scheme.group_size == -1 else scheme.group_size
-    k = group * max(1, k // group)
+    group = DEPTH if scheme.group_size == -1 else scheme.group_size
+    k = group * max(1, DEPTH // group)
 
     def seconds(call: Callable[[], object], at_least: float) -> float:
         """Of one call, after one that warms up."""
@@ -163,29 +174,36 @@ def measure(job: Job) -> Rates:
             count += 1
         return (time.perf_counter() - started) / count
 
-    size = 1024
+    size = PRODUCT[device.type]
     source = torch.Generator(device=device).manual_seed(0)
     left = torch.randn(size, size, device=device, generator=source)
     fast = left.to(job.dtype)
     fp32 = 2 * size**3 / seconds(lambda: left @ left, PROBE_SECONDS)
     running = 2 * size**3 / seconds(lambda: fast @ fast, PROBE_SECONDS)
 
-    weight = torch.randn(n, k, device=device, generator=source)
     known = Statistics(k, device) if NEEDS_DATA[request.method] else None
     if known is not None:
         x = torch.randn(2 * k, k, device=device, generator=source)
         known.add(x, x + 0.01 if request.method == "gptq" else None)
 
-    def solve() -> None:
-        if known is not None and request.method == "awq":
-            share = torch.arange(k, device=device)
-            hessian, grid = known.hessian, scheme.grid
-            awq.search_fold(weight, hessian, known.magnitude, share, grid, group, job.stored_dtype)
-        quantize(scheme, weight, known, request.method, job.stored_dtype)
+    def solve(n: int) -> float:
+        """Seconds of a layer, besides its products."""
+        weight = torch.randn(n, k, device=device, generator=source)
 
-    spent = seconds(solve, 0)
-    beyond = max(0.0, spent - products(request.method, n, k) / fp32)
-    return Rates(fp32, running, beyond / (n * k))
+        def once() -> None:
+            if known is not None and request.method == "awq":
+                share = torch.arange(k, device=device)
+                awq.search_fold(
+                    weight, known.hessian, known.magnitude, share, scheme.grid, group,
+                    job.stored_dtype,
+                )  # fmt: skip
+            quantize(scheme, weight, known, request.method, job.stored_dtype)
+
+        return max(0.0, seconds(once, 0) - products(request.method, n, k) / fp32)
+
+    few, many = (solve(n) for n in PROBES)
+    weight = max(0.0, many - few) / ((PROBES[1] - PROBES[0]) * k)
+    return Rates(fp32, running, weight, max(0.0, few / k - PROBES[0] * weight))
 
 
 def wait(device: torch.device) -> None:

@@ -16,19 +16,20 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from billfish import groups
-from billfish.calibrate import BlockJob, Hidden
+from billfish.calibrate import BlockJob
 from billfish.calibration import Calibration, calibration
 from billfish.compute import compute_dtype, device_of, name_of
 from billfish.errors import UserError
+from billfish.hidden import Hidden
 from billfish.kv import calibrate_kv, check_kv
 from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
@@ -78,8 +79,10 @@ class Job:
         self.device = device_of(request.device)
         own = stored_dtype(source.path)
         self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
-        # fp16 overflows: for what is stored in it calibration computes in fp32, on a GPU, too.
-        wide = torch.float32 if self.stored_dtype == torch.float16 else self.stored_dtype
+        # On a GPU in fp32: activations of bf16 cost up to 0.1 perplexity (docs/LOG.md). fp16
+        # overflows, on a CPU, too.
+        narrow = self.device.type == "cpu" and self.stored_dtype != torch.float16
+        wide = self.stored_dtype if narrow else torch.float32
         self.dtype = compute_dtype(wide, self.device, request.dtype)
         self.reads = NEEDS_DATA[request.method] or request.kv is not None
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
@@ -191,7 +194,7 @@ class Job:
 
     def run(self, data: Calibration | None, on_progress: OnProgress) -> None:
         blocks = len(self.model.blocks)
-        first = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
+        first = self._first()
         hidden, arguments = self._enter(first, data)
         if not self._shard(0).exists():
             self._write_outside()
@@ -200,12 +203,22 @@ class Job:
         started = time.monotonic()
         with Writes(at_once=self.device.type == "cpu") as writes:
             for index in range(first, blocks):
-                writes(self._run_block(index, hidden, arguments, on_progress))
+                write = self._run_block(index, hidden, arguments, on_progress)
+                writes(partial(write, index + 1 < blocks and writes.may_be_large))
                 return_freed_memory()
                 pace = (time.monotonic() - started) / (index - first + 1)
                 left = pace * (blocks - index - 1)
                 on_progress(Progress(index, blocks, seconds_left=left))
         self._finish(data)
+
+    def _first(self) -> int:
+        """The block to begin with: behind the finished ones, as far as their activations are
+        there."""
+        blocks = len(self.model.blocks)
+        ready = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
+        if ready == blocks or not NEEDS_DATA[self.request.method]:
+            return ready
+        return max((index for index in Hidden.saved(self.state) if index <= ready), default=0)
 
     def _calibration(self) -> Calibration | None:
         request = self.request
@@ -233,14 +246,14 @@ class Job:
             return Hidden([]), None
         quantized, arguments = self.model.first_inputs(data.batches(TOKENS[self.model.device.type]))
         if first:
-            return self._load_hidden(first), arguments
+            return Hidden.load(self.state, first, self.device), arguments
         original = list(quantized) if self.request.method == "gptq" else []
         return Hidden(quantized, original), arguments
 
     def _run_block(
         self, index: int, hidden: Hidden, arguments: Arguments | None, on_progress: OnProgress
-    ) -> Callable[[], None]:
-        """Solves one block; what is returned writes it."""
+    ) -> Callable[[bool], None]:
+        """Solves one block; what is returned writes it, and, if told, the activations behind it."""
         request, model = self.request, self.model
         prefix = model.block_prefix(index)
         model.fill(prefix)
@@ -268,15 +281,18 @@ class Job:
         with torch.inference_mode():
             job.solve(hidden, settle)
         tensors = self._block_tensors(index, packed)
-        left = Hidden([*hidden.quantized], [*hidden.original])
+        left = hidden.copy()
         model.drop(prefix)
 
-        def write() -> None:
+        def write(save: bool) -> None:
             files.write_shard(self._shard(index + 1), tensors)
-            if arguments is not None:
-                self._save_hidden(index + 1, left)
+            older = Hidden.saved(self.state)
+            if save and arguments is not None:
+                left.save(self.state, index + 1)
             files.write_json(self._block_report(index), {"layers": layers})
-            self._hidden_file(index).unlink(missing_ok=True)
+            if save:
+                for path in older.values():
+                    path.unlink()
 
         return write
 
@@ -287,9 +303,6 @@ class Job:
 
     def _block_report(self, index: int) -> Path:
         return self.state / f"block-{index:05d}.json"
-
-    def _hidden_file(self, index: int) -> Path:
-        return self.state / f"hidden-{index:05d}.safetensors"
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -330,21 +343,6 @@ class Job:
                     tensor = now
                 tensors[name] = self._cast(name, tensor)
         return tensors
-
-    def _save_hidden(self, index: int, hidden: Hidden) -> None:
-        kept = {"quantized": hidden.quantized, "original": hidden.original}
-        tensors = {
-            f"{part}.{i}": state for part, states in kept.items() for i, state in enumerate(states)
-        }
-        files.write_shard(self._hidden_file(index), tensors)
-
-    def _load_hidden(self, index: int) -> Hidden:
-        tensors = safetensors.torch.load_file(self._hidden_file(index), device=str(self.device))
-        counts = [
-            sum(name.startswith(part) for name in tensors) for part in ("quantized", "original")
-        ]
-        quantized = [tensors[f"quantized.{i}"] for i in range(counts[0])]
-        return Hidden(quantized, [tensors[f"original.{i}"] for i in range(counts[1])])
 
     def _finish(self, data: Calibration | None) -> None:
         request = self.request

@@ -25,7 +25,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch):
     monkeypatch.setattr(costs, "PROBE_SECONDS", 0.001)
-    monkeypatch.setattr(costs, "PROBE", (32, 64))
+    monkeypatch.setattr(costs, "PROBES", (32, 64))
+    monkeypatch.setattr(costs, "DEPTH", 64)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 Each column is rounded to its grid, and the columns behind it take up its error. A step is a few
 numbers a row, so whoever starts each of its operations from Python waits for Python: on a CPU the
-loop is one kernel (rows in lanes, a block of columns in L1; 1170 x 896 in 3 ms, by tensor operations
-75), on a GPU a CUDA graph. Other devices run the operations themselves.
+loop is one kernel (rows in lanes, a block of columns in L1; it makes GPTQ's solver five times as
+fast), on a GPU a CUDA graph. Other devices run the operations themselves.
 """
 
 import threading
