@@ -116,8 +116,9 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
         if own.request.random:
             tokenizer = numbered(model.config.vocab_size)
         # No prefix cache: prompts are drawn from few tokens, and none shall be free.
+        most = min(max(own.tokens, sum(ALONE)), model.config.max_position_embeddings)
         llm = LLM.of(model, tokenizer, given=True, kv=variant.kv, max_num_seqs=own.sequences,
-                     max_model_len=max(own.tokens, sum(ALONE)), prefix_caching=False)  # fmt: skip
+                     max_model_len=most, prefix_caching=False)  # fmt: skip
         settings = Settings(str(variant), port=0)
         bound = bind(settings)
         bound.listen()  # whoever comes before the server is up waits

@@ -81,7 +81,12 @@ def build(source: Source, told: Settings) -> Engine:
     shape, kind = decoder.shape, decoder.device.type
     if kind not in PAGE_TOKENS:
         raise UserError(f"device {kind}: the engine runs on cpu and cuda.")
-    longest = min(told.max_model_len or shape.context, shape.context)
+    longest = told.max_model_len or shape.context
+    if longest > shape.context:
+        raise UserError(
+            f"max_model_len {longest}: this model has {shape.context} positions "
+            "(max_position_embeddings in its config.json). Lower it, or leave it out."
+        )
     slow = gpu.refuses(decoder, told.kv)
     if slow and kind == "cuda":
         warnings.warn(f"the engine runs through PyTorch's operators: {slow}.", stacklevel=4)

@@ -3,10 +3,11 @@
     requests -> sequences -> scheduler.step() -> pieces -> decoder, one flat batch -> logits
              <- texts      <- detokenizer, stops        <- chosen tokens           <-
 
-A step mixes prompts and decodes under a budget of tokens. Whatever goes wrong in a step ends the
-requests that were in it, never the engine. Where the device works by itself (a GPU), text is
-written while it does, and texts run ahead: the next step begins before the tokens of this one are
-here, and what it computes for a text that turns out to have ended is dropped.
+A step mixes prompts and decodes under a budget of tokens. What goes wrong with the numbers of one
+request ends it alone; what goes wrong with a whole step ends the requests in it, never the engine.
+Where the device works by itself (a GPU), text is written while it does, and texts run ahead: the
+next step begins before the tokens of this one are here, and what it computes for a text that turns
+out to have ended is dropped.
 """
 
 import itertools
@@ -99,6 +100,7 @@ class Engine:
         self.runs: dict[str, _Run] = {}
         self._late: list[tuple[_Run, Chosen]] = []  # tokens whose text is to be written
         self._flying: _Flying | None = None
+        self._unscored: list[_Run] = []  # those whose prompt could not be scored in this step
         self._salts = itertools.count(1)
 
     @property
@@ -133,6 +135,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs what the scheduler picks; gives the requests that have something new."""
         news: list[_Run] = []
+        self._unscored = []
         before, self._flying = self._flying, None
         if before is not None and not self._promise(before):
             news += self._land(before)
@@ -145,7 +148,7 @@ class Engine:
             news += self._write_late()  # while the device works
             self.scheduler.ran(pieces)
             going = self._going(pieces)
-            news += self._end_scored(pieces)
+            news += self._end_scored(pieces) + self._unscored
             if decoded is not None and decoded.found is not None:
                 rows = [(run, row, len(run.sequence.output)) for run, row in going]
                 self._flying = _Flying(decoded, rows)
@@ -158,7 +161,7 @@ class Engine:
             failed = [self.runs[name] for name in names if name in self.runs]
             for run in failed:
                 self._fail(run, error)
-            return _once(run.request for run in (*news, *failed))
+            return _once(run.request for run in (*news, *self._unscored, *failed))
         for (run, _), one in zip(going, chosen, strict=True):
             self._take(run, one)
         if not self.runner.asynchronous:
@@ -255,12 +258,18 @@ class Engine:
             done = len(scores)  # a preempted prompt is computed twice, and scored once
             first, end = max(piece.start, done), piece.start + piece.count
             following = piece.sequence.prompt[first + 1 : end + 1]
-            for row in range(0, len(following), SCORED):  # logits of a whole prompt are gigabytes
-                some = following[row : row + SCORED]
-                at = start + first - piece.start + row
-                logits = self.decoder.logits(hidden[at : at + len(some)])
-                tokens = torch.tensor(some, device=hidden.device)
-                scores += tell(logits, tokens, [count] * len(some))
+            try:
+                for row in range(
+                    0, len(following), SCORED
+                ):  # a whole prompt's logits are gigabytes
+                    some = following[row : row + SCORED]
+                    at = start + first - piece.start + row
+                    logits = self.decoder.logits(hidden[at : at + len(some)])
+                    tokens = torch.tensor(some, device=hidden.device)
+                    scores += tell(logits, tokens, [count] * len(some))
+            except Exception as error:  # the others go on
+                self._fail(run, error)
+                self._unscored.append(run)
 
     def _take(self, run: _Run, chosen: Chosen | Exception) -> None:
         """A token more, and whether it was the last; or what went wrong with this one alone."""

@@ -1,11 +1,19 @@
-"""SamplingParams: what a request asks for, checked when it is made."""
+"""SamplingParams: what a request asks for, checked when it is made.
 
-import math
-from collections.abc import Mapping
+Every number has a range, so that nothing a caller may ask for overflows fp32 or an int32 in a
+sampler, on a CPU or in draw.cuh. The ranges are OpenAI's where OpenAI has one; temperature goes
+on to 100, since vLLM's clients heat to 5 and more together with min_p.
+"""
+
+import reprlib
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from billfish.errors import UserError
+
+LARGEST = 2**31 - 1  # of whole numbers that have no bound of their own
+STOPS, STOP_LENGTH, STOP_TOKENS = 16, 1024, 1024  # looked for after every token
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,11 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens {self.min_tokens}: at most max_tokens {self.max_tokens}.")
-        _number("temperature", self.temperature, 0)
+        _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, above=True)
         _whole("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -49,18 +57,22 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 20)
         if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos {self.ignore_eos!r}: true or false.")
+            raise UserError(f"ignore_eos {_told(self.ignore_eos)}: true or false.")
         stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
-        if len(stops) > 16:
-            raise UserError(f"stop with {len(stops)} strings: at most 16. Leave some out.")
+        if len(stops) > STOPS:
+            raise UserError(f"stop with {len(stops)} strings: at most {STOPS}. Leave some out.")
         for text in stops:
-            if not isinstance(text, str) or not text:
-                raise UserError(f"stop {text!r}: a string of at least one character.")
+            if not isinstance(text, str) or not 1 <= len(text) <= STOP_LENGTH:
+                raise UserError(f"stop {_told(text)}: strings of 1 to {STOP_LENGTH} characters.")
         ids = _items("stop_token_ids", self.stop_token_ids)
+        if len(ids) > STOP_TOKENS:
+            raise UserError(f"stop_token_ids with {len(ids)} tokens: at most {STOP_TOKENS}.")
         for token in ids:
             _whole("stop_token_ids", token, 0)
         if not isinstance(self.logit_bias, Mapping):
-            raise UserError(f"logit_bias {self.logit_bias!r}: a mapping of token ids to numbers.")
+            raise UserError(
+                f"logit_bias {_told(self.logit_bias)}: a mapping of token ids to numbers."
+            )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias: token", token, 0)
             _number(f"logit_bias: token {token}:", bias, -100, 100)
@@ -69,26 +81,45 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller keeps its own
 
+    def check_for(self, vocabulary: int, eos: Set[int]) -> None:
+        """What only a model can tell: its tokens are 0 to vocabulary - 1, and `eos` end a text."""
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias: token", tuple(self.logit_bias)),
+        ):
+            if wrong := [token for token in ids if token >= vocabulary]:
+                raise UserError(
+                    f"{name} {wrong[0]}: this model's tokens are 0 to {vocabulary - 1}."
+                )
+        ends = {token for token in (*eos, *self.stop_token_ids) if token < vocabulary}
+        if self.min_tokens and len(ends) == vocabulary:
+            raise UserError(
+                f"min_tokens {self.min_tokens}: every token of this model is among stop_token_ids "
+                "or its ends, so none could be written. Leave one of them out."
+            )
+
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise UserError(f"{name} {value!r}: a list.")
+        raise UserError(f"{name} {_told(value)}: a list.")
     return tuple(value)
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{name} {value!r}: a whole number.")
-    if value < low or (high is not None and value > high):
-        rule = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{name} {value}: a whole number, {rule}.")
+def _whole(name: str, value: Any, low: int, high: int = LARGEST) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"{name} {_told(value)}: a whole number, {low} to {high}.")
 
 
-def _number(name: str, value: Any, low: float, high: float = math.inf, above: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
     """`above`: low itself is refused."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} {value!r}: a number.")
-    fits = low <= value <= high and not (above and value == low)  # false for NaN
-    if not fits or math.isinf(value):
-        rule = f"{'above' if above else 'at least'} {low}"
-        raise UserError(f"{name} {value}: {rule}{'' if math.isinf(high) else f', at most {high}'}.")
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not low <= value <= high or (above and value == low):  # NaN is in no range
+        rule = f"above {low}, at most {high}" if above else f"{low} to {high}"
+        raise UserError(f"{name} {_told(value)}: a number, {rule}.")
+
+
+def _told(value: Any) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "that large"

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from billfish.engine.params import SamplingParams
+from billfish.engine.llm import LLM
+from billfish.engine.params import LARGEST, SamplingParams
 from billfish.errors import UserError
 from billfish.server.problem import Problem, short, wrong
 
@@ -74,13 +75,12 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
     return value
 
 
-def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
+def whole(body: Body, name: str, low: int, high: int = LARGEST) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    rule = f"at least {low}" if high is None else f"{low} to {high}"
-    if not _is_id(value) or value < low or (high is not None and value > high):
-        raise wrong(name, value, f"a whole number, {rule}")
+    if not _is_id(value) or not low <= value <= high:
+        raise wrong(name, value, f"a whole number, {low} to {high}")
     return int(value)
 
 
@@ -176,31 +176,19 @@ def logprobs(body: Body, chat: bool) -> int | None:
     return top or 0
 
 
-def params(
-    body: Body, most: int, tops: int | None, vocabulary: int, echo: bool = False
-) -> SamplingParams:
+def params(body: Body, most: int, tops: int | None, llm: LLM, echo: bool = False) -> SamplingParams:
     """`most`: of tokens to be written. `tops` are the prompt's, too, where it is echoed."""
     scored = (tops if most else tops or 0) if echo else None
     given = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name, value in given.items():
-        if _is_id(value) and abs(value) >= 2**63:
-            raise wrong(name, value, "too large a number")
+    bias = _bias(body.get("logit_bias"))
     try:
         made = SamplingParams(
-            max_tokens=most,
-            logprobs=tops,
-            prompt_logprobs=scored,
-            logit_bias=_bias(body.get("logit_bias")),
-            **given,
+            max_tokens=most, logprobs=tops, prompt_logprobs=scored, logit_bias=bias, **given
         )
+        llm.check(made)
     except UserError as error:
         name = str(error).split(" ")[0].strip(":")
         raise Problem(400, str(error), name if name in READ else None) from None
-    except OverflowError:
-        raise Problem(400, "logit_bias: too large a number.", "logit_bias") from None
-    for name, ids in (("stop_token_ids", made.stop_token_ids), ("logit_bias", made.logit_bias)):
-        if beyond := [token for token in ids if token >= vocabulary]:
-            raise wrong(name, beyond[0], f"this model's tokens are 0 to {vocabulary - 1}")
     return made
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
-from billfish.engine import build
+from billfish.engine import build, core, sampling
 from billfish.engine.llm import LLM
-from billfish.engine.sampling import SamplingParams
+from billfish.engine.sampling import SamplingParams, tell
 from billfish.errors import UserError
 from billfish.models.load import load
 
@@ -372,3 +372,32 @@ def test_prompts_are_scored_with_their_rivals_and_not_continued(path):
         with pytest.raises(UserError, match="max_tokens 0"):
             SamplingParams(max_tokens=0)
         assert made.engine.idle and made.engine.pages.used() == 0
+
+
+@pytest.mark.parametrize("place", ["tell", "choose"])
+def test_a_request_that_fails_in_a_step_fails_alone(place, llm, alone, monkeypatch):
+    """Its prompt cannot be scored, or its token not be drawn."""
+    inner = tell
+
+    def broken(raw, tokens, counts):
+        if 7 in counts:
+            raise RuntimeError("out of luck")
+        return inner(raw, tokens, counts)
+
+    monkeypatch.setattr(core if place == "tell" else sampling, "tell", broken)
+    asked = {"prompt_logprobs": 7} if place == "tell" else {"logprobs": 7}
+    wrong = SamplingParams(temperature=0, max_tokens=20, **asked)
+    found = llm.generate([PROMPTS[0], "abc", PROMPTS[1]], [GREEDY, wrong, GREEDY])
+    assert [found[0].outputs[0].text, found[2].outputs[0].text] == alone[:2]
+    assert found[1].outputs[0].error == "RuntimeError: out of luck"
+    assert llm.engine.idle and llm.engine.pages.used() == 0
+
+
+def test_what_a_model_cannot_do_is_said_at_once(llm, path):
+    every = SamplingParams(stop_token_ids=list(range(128)), min_tokens=1)
+    with pytest.raises(UserError, match="min_tokens 1: every token of this model"):
+        llm.generate("a", every)
+    with pytest.raises(UserError, match="stop_token_ids 128: this model's tokens are 0 to 127"):
+        llm.generate("a", SamplingParams(stop_token_ids=[128]))
+    with pytest.raises(UserError, match="max_model_len 129: this model has 128 positions"):
+        LLM(path, max_model_len=129)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from billfish.engine import sampling
 from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose
 from billfish.errors import UserError
 
@@ -156,7 +157,7 @@ def test_greedy_temperatures_and_the_smallest_sets():
     assert set(draws(ROW, 20, top_k=1)) == {best}
     assert set(draws(ROW, 20, top_p=1e-9)) == {best}
     assert set(draws(ROW, 20, min_p=1.0)) == {best}
-    assert len(set(draws(ROW, 300, temperature=1e6, top_k=10**9))) > 40  # nearly uniform
+    assert len(set(draws(ROW, 300, temperature=100, top_k=10**9))) > 40  # nearly uniform
 
 
 def generated(asked, others, row, steps=12):
@@ -331,13 +332,13 @@ def test_what_is_given_is_kept_in_one_form():
 NAN, INF = math.nan, math.inf
 WRONG = {
     "n": [0, 129, True, 1.0, "2"],
-    "max_tokens": [0, -1, None, 2.5],
+    "max_tokens": [0, -1, None, 2.5, 2**31],
     "min_tokens": [-1, 257, False],
-    "temperature": [-0.1, NAN, INF, True, "hot", None],
+    "temperature": [-0.1, NAN, INF, True, "hot", None, 101, 1e39],
     "top_p": [0, 0.0, 1.01, NAN, -1, True],
-    "top_k": [-2, 1.5, True],
+    "top_k": [-2, 1.5, True, 2**31],
     "min_p": [-0.1, 1.1, NAN],
-    "repetition_penalty": [0, -1.0, NAN, INF],
+    "repetition_penalty": [0, -1.0, NAN, INF, 1e-40, 1e39],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, NAN, "1"],
     "seed": [2**63, -(2**63) - 1, 1.0, True],
@@ -364,7 +365,57 @@ def test_every_field_is_checked(name, value):
 def test_too_many_stops_and_unknown_tokens():
     with pytest.raises(UserError, match="stop with 17 strings: at most 16"):
         SamplingParams(stop=["x"] * 17)
+    with pytest.raises(UserError, match=r"stop 'x.*x': strings of 1 to 1024 characters"):
+        SamplingParams(stop=["x" * 1025])
+    with pytest.raises(UserError, match="stop_token_ids with 1025 tokens: at most 1024"):
+        SamplingParams(stop_token_ids=[1] * 1025)
+    with pytest.raises(UserError, match="temperature that large: a number, 0 to 100"):
+        SamplingParams(temperature=10**5000)
     with pytest.raises(UserError, match="stop_token_ids 50: this model's tokens are 0 to 49"):
-        chooser(stop_token_ids=[49, 50])
+        SamplingParams(stop_token_ids=[49, 50]).check_for(50, {0})
     with pytest.raises(UserError, match="logit_bias: token 50: this model's"):
-        chooser(logit_bias={50: 1.0})
+        SamplingParams(logit_bias={50: 1.0}).check_for(50, {0})
+    barred = SamplingParams(stop_token_ids=list(range(1, 50)), min_tokens=2)
+    with pytest.raises(UserError, match="min_tokens 2: every token"):
+        barred.check_for(50, {0})
+    barred.check_for(51, {0})
+
+
+HOTTEST = {"temperature": 100, "repetition_penalty": 100, "presence_penalty": 2, "seed": 5,
+           "frequency_penalty": 2, "logit_bias": {3: 100, 4: -100}}  # fmt: skip
+COLDEST = {"temperature": 2e-5, "repetition_penalty": 0.01, "presence_penalty": -2, "top_p": 5e-324,
+           "min_p": 5e-324, "seed": 5, "frequency_penalty": -2}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [HOTTEST, COLDEST], ids=["hottest", "coldest"])
+def test_the_ends_of_every_range_stay_finite(asked):
+    one = chooser(**asked, prompt=range(50))
+    huge = torch.tensor([ROW]) * 1e30
+    for _ in range(20):
+        (chosen,) = choose(huge, [one])
+        assert 0 <= chosen.token < 50
+    heat, deepest, top_p = one.rule().view(np.float32)[[0, 1, 3]]
+    assert 0 < heat < INF and deepest > 0 and 0 < top_p <= 1
+
+
+@pytest.mark.parametrize("place", ["_edit", "_draw", "tell"])
+def test_a_row_that_fails_fails_alone(place, monkeypatch):
+    """Whatever step of sampling it is: its neighbours get what they would have had without it."""
+    asked = [{"temperature": 0.0}, {"seed": 1}, {"seed": 3, "presence_penalty": 1.0, "logprobs": 0},
+             {"seed": 2, "logprobs": 3, "logit_bias": {7: 3}}]  # fmt: skip
+    logits = torch.tensor([ROW] * 4)
+    wanted = [choose(logits[:1], [chooser(**one)])[0] for one in asked[:3]]
+    logits[3, -1] = 5.5
+    inner = getattr(sampling, place)
+
+    def broken(x, *rest):
+        if x[-1, -1] == 5.5:
+            raise RuntimeError("this row")
+        return inner(x, *rest)
+
+    monkeypatch.setattr(sampling, place, broken)
+    monkeypatch.setattr(sampling, "_parts", lambda rows, _: [(rows, rows)] if rows else [])
+    choosers = [chooser(**one) for one in asked]
+    *others, failed = choose(logits, choosers)
+    assert others == wanted and isinstance(failed, RuntimeError)
+    assert [one.drawn for one in choosers] == [1, 1, 1, 0]
