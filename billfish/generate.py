@@ -14,6 +14,7 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 from billfish.errors import UserError
+from billfish.models.template import Renderer
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:  # (1, leng
     if chat:
         if not tokenizer.chat_template:
             raise UserError("--chat: this model has no chat template. Leave --chat out.")
-        message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        with Renderer() as renderer:
+            text = renderer.render(tokenizer, [{"role": "user", "content": prompt}])
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids

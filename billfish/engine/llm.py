@@ -24,6 +24,7 @@ from billfish.engine.build import Loaded, Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
+from billfish.models.template import Renderer
 
 Prompt = str | Sequence[int]
 Notify = Callable[[RequestOutput], None]
@@ -58,6 +59,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.vocabulary = self.engine.decoder.shape.vocabulary
         self.max_model_len = self.engine.most_tokens
+        self.templates = Renderer()
         self._names = itertools.count()
         self._worker = _Worker(self.engine)
 
@@ -127,14 +129,15 @@ class LLM:
         return self.generate(self.templated(messages), params)[0]
 
     def templated(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages by the model's chat template, which transformers renders in a sandbox."""
-        if not self.tokenizer.chat_template:
-            raise UserError("this model has no chat template; give plain prompts.")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        """Messages by the model's chat template."""
+        ids: list[int] = self.tokenizer(
+            self.templates.render(self.tokenizer, messages), add_special_tokens=False
+        ).input_ids
         return ids
+
+    def check(self, params: SamplingParams) -> None:
+        """UserError if this model cannot do what they ask for."""
+        params.check_for(self.vocabulary, self.engine.eos)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -159,6 +162,7 @@ class LLM:
                 self._worker.cancel(request.name)
 
     def close(self) -> None:
+        self.templates.close()
         self._worker.close()
 
     @property
@@ -183,6 +187,7 @@ class LLM:
             raise UserError(
                 f"token id {wrong[0]!r} in a prompt: ids are 0 to {self.vocabulary - 1}."
             )
+        self.check(params)
         if len(ids) + min(params.max_tokens, 1) > self.max_model_len:
             raise UserError(
                 f"a prompt of {len(ids)} tokens leaves no room: prompt and text together have "

@@ -54,7 +54,7 @@ class Service:
         self.words.check_length(ids, asked)
         tops = asking.logprobs(body, chat=True)
         most = asked or self.words.most - len(ids)
-        params = asking.params(body, most, tops, self.desk.llm.vocabulary)
+        params = asking.params(body, most, tops, self.desk.llm)
         usage = asking.wants_usage(body)
         stream = asking.flag(body, "stream")
         job = self.desk.enter([ids], params)
@@ -72,7 +72,7 @@ class Service:
             self.words.check_length(ids, asked)
         tops = asking.logprobs(body, chat=False)
         assert asked is not None
-        params = asking.params(body, asked, tops, self.desk.llm.vocabulary, echo)
+        params = asking.params(body, asked, tops, self.desk.llm, echo)
         usage = asking.wants_usage(body)
         stream = asking.flag(body, "stream")
         texts = [one if isinstance(one, str) else self.words.decode(one) for one in given]
@@ -202,19 +202,23 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
 
 
-def make(service: Service, key: str | None, host: str) -> Guard:
+def make(service: Service, key: str | None, host: str, most: int) -> Guard:
+    """`most`: requests under way."""
     # No pages of FastAPI's own: they load scripts from elsewhere.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/completions", service.complete, methods=["POST"])
     app.add_api_route("/tokenize", service.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", service.detokenize, methods=["POST"])
-    app.add_api_route("/v1/models", service.models)
-    app.add_api_route("/v1/models/{name:path}", service.one_model)
-    for name in ("health", "metrics", "stats", "version", "tokenizer_info"):
-        app.add_api_route(f"/{name}", getattr(service, name))
-    for path, (file, kind) in FILES.items():
-        app.add_api_route(path, _static((PAGE / file).read_bytes(), kind))
+    pages: dict[str, Any] = {
+        "/v1/models": service.models, "/v1/models/{name:path}": service.one_model,
+        **{f"/{name}": getattr(service, name)
+           for name in ("health", "metrics", "stats", "version", "tokenizer_info")},
+        **{path: _static((PAGE / file).read_bytes(), kind)
+           for path, (file, kind) in FILES.items()},
+    }  # fmt: skip
+    for path, answer in pages.items():
+        app.add_api_route(path, answer, methods=["GET", "HEAD"])
 
     @app.exception_handler(Problem)
     async def refused(_: Request, problem: Problem) -> Response:
@@ -233,7 +237,7 @@ def make(service: Service, key: str | None, host: str) -> Guard:
     async def failed(_: Request, error: Exception) -> Response:
         return internal().response()  # starlette raises the error once more, for the log
 
-    return Guard(app, key, host)
+    return Guard(app, key, host, most)
 
 
 def _static(content: bytes, kind: str) -> Any:

@@ -14,7 +14,7 @@ from billfish.engine.core import Completion, RequestOutput
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.server.metrics import Metrics, Watch
-from billfish.server.problem import Problem, internal
+from billfish.server.problem import Problem, internal, stopping
 
 log = logging.getLogger("billfish.server")
 
@@ -34,10 +34,7 @@ class Desk:
     def check(self, texts: int) -> None:
         """Whether so many more may come; also asked before a prompt is encoded at all."""
         if self.draining:
-            raise Problem(
-                503, "the server is stopping; ask another one.", code="shutting_down",
-                headers={"Retry-After": "5"},
-            )  # fmt: skip
+            raise stopping()
         if self.llm.closed:
             raise Problem(503, "the engine has stopped; see the log.", code="engine_dead")
         if texts > self.most:

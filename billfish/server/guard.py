@@ -1,13 +1,16 @@
-"""Before any route: who may ask, from where, and how much.
+"""Before any route: who may ask, from where, how much, and how many at the same time.
 
 A browser is not a client to be trusted: pages of other sites may not make it ask (no CORS, no
 cross-site POST), and a server on a loopback address answers to loopback names alone, so that no
-foreign name can be pointed at it (DNS rebinding).
+foreign name can be pointed at it (DNS rebinding). A body that is refused is not read to its end:
+what a client is still sending is passed over for a moment, so that it sees the answer, and then the
+connection is closed.
 """
 
 import asyncio
 import hmac
 import json
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request
@@ -16,8 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from billfish.server.problem import Problem
 
+LARGEST_HEAD = 32 * 1024  # bytes of a request's line and headers
 LARGEST_BODY = 8 * 2**20
-SLOWEST_BODY = 60.0  # seconds
+SLOWEST_BODY = 30.0  # seconds
+PASSED_OVER = (2.0, 2 * LARGEST_BODY)  # seconds and bytes, of a body that was refused
 OPEN = {"/health", "/", "/page.js", "/page.css"}  # no secrets there; the page asks for the key
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 HEADERS = {
@@ -28,33 +33,39 @@ HEADERS = {
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, host: str, most: int) -> None:
         self.app, self.key, self.loopback = app, key, host in LOOPBACK
+        self.most, self.live = most, 0  # requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
+        exchange = Exchange(self, Headers(scope=scope), receive, send)
+        self.live += 1
         try:
-            self._check(scope["method"], scope["path"], Headers(scope=scope))
+            self._check(scope, Headers(scope=scope))
         except Problem as problem:
-            await problem.response()(scope, receive, sending)
+            await problem.response()(scope, exchange.receive, exchange.send)
         else:
-            await self.app(scope, receive, sending)
+            await self.app(scope, exchange.receive, exchange.send)
+        finally:
+            self.live -= 1
 
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path = scope["path"]
+        head = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if head + sum(len(name) + len(value) + 4 for name, value in headers.raw) > LARGEST_HEAD:
+            raise long_head()
+        if self.live > self.most and path != "/health":
+            raise Problem(
+                503, f"{self.most} requests are under way; try again in a moment.",
+                code="too_many_requests", headers={"Retry-After": "1"},
+            )  # fmt: skip
         if self.loopback and _name(headers.get("host", "")) not in LOOPBACK:
             raise Problem(403, "this server answers to localhost alone; see --host.")
         site = headers.get("sec-fetch-site", "none")
-        if method == "POST" and site not in ("none", "same-origin"):
+        if scope["method"] == "POST" and site not in ("none", "same-origin"):
             raise Problem(403, "pages of other sites may not ask this server.")
         if self.key is None or path in OPEN:
             return
@@ -65,6 +76,40 @@ class Guard:
                 401, "a wrong API key, or none: send Authorization: Bearer KEY.",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
+
+
+class Exchange:
+    """One request's messages: headers that all answers have, and the end of an unread body."""
+
+    def __init__(self, guard: Guard, headers: Headers, receive: Receive, send: Send) -> None:
+        self._guard, self._receive, self._send = guard, receive, send
+        self._unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._unread = self._unread and message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+            if self._unread:
+                headers["connection"] = "close"
+        elif self._unread and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            if self._guard.live <= self._guard.most:  # else there is no room for it
+                await self._pass_over()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _pass_over(self) -> None:
+        seconds, left = PASSED_OVER
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._unread and left > 0:
+                    left -= len((await self.receive()).get("body", b""))
 
 
 def _name(host: str) -> str:
@@ -94,6 +139,11 @@ async def read(request: Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Problem(400, "the body is not a JSON object.", code="invalid_json")
     return found
+
+
+def long_head() -> Problem:
+    told = f"the request's line and headers are more than {LARGEST_HEAD // 1024} kB. Send less."
+    return Problem(431, told, code="headers_too_large", headers={"Connection": "close"})
 
 
 def _too_large() -> Problem:

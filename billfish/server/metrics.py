@@ -1,4 +1,6 @@
-"""Counters, gauges and histograms in Prometheus' text, by the names that vLLM's dashboards read."""
+"""Counters, gauges and histograms in Prometheus' text, by vLLM's names, prefix and all: dashboards
+and autoscalers that are made for vLLM read them as they are.
+"""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,13 +8,14 @@ from time import monotonic
 
 from billfish.engine.core import RequestOutput
 
-PREFIX = "billfish"
+PREFIX = "vllm"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
          2.5, 5.0, 7.5, 10.0)  # fmt: skip
 LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 COUNTERS = {
     "prompt_tokens_total": "Tokens of prompts that were admitted.",
     "generation_tokens_total": "Tokens that were written.",
+    "prefix_cache_queries_total": "Tokens of prompts that were looked for in the cache.",
     "prefix_cache_hits_total": "Tokens of prompts that were found in the cache.",
     "admission_rejections_total": "Requests refused because the queue was full.",
 }
@@ -101,6 +104,7 @@ class Watch:
                 self._end(one.index, now)
         if output.finished:
             metrics.times["e2e_request_latency_seconds"].add(now - self._start)
+            metrics.counts["prefix_cache_queries_total"] += len(output.prompt_token_ids)
             metrics.counts["prefix_cache_hits_total"] += output.cached_tokens
 
     def gone(self) -> None:

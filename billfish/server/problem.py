@@ -54,3 +54,8 @@ def wrong(name: str, value: Any, rule: str) -> Problem:
 
 def internal() -> Problem:
     return Problem(500, "an error inside the server; its log has more.", code="internal_error")
+
+
+def stopping() -> Problem:
+    told, again = "the server is stopping; ask another one.", {"Retry-After": "5"}
+    return Problem(503, told, code="shutting_down", headers=again)

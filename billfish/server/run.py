@@ -5,24 +5,23 @@ up. A second one ends at once.
 """
 
 import asyncio
+import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from billfish.engine.llm import LLM
 from billfish.errors import UserError
 from billfish.server.app import Service, make
-from billfish.server.guard import LOOPBACK
-from billfish.server.problem import Problem
+from billfish.server.connection import ACCEPTED, BACKLOG, KEEP_ALIVE, RESERVE, Protocol, State
+from billfish.server.guard import LARGEST_HEAD, LOOPBACK
 
-LARGEST_HEAD = 32 * 1024  # bytes of a request's line and headers
-KEEP_ALIVE = 30  # seconds an idle connection stays
+LOGGED, LOG_SECONDS = 5, 60  # messages of a kind, and how long they count
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,21 @@ def bind(settings: Settings) -> socket.socket:
     return made
 
 
-class Protocol(H11Protocol):
-    """Requests that are no HTTP, or whose headers are too long, get an error in the same shape."""
+class Rarely(logging.Filter):
+    """A few messages of a kind a minute: what a client causes must not fill a disk."""
 
-    def send_400_response(self, msg: str) -> None:
-        told = f"not HTTP, or more than {LARGEST_HEAD} bytes of headers"
-        response = Problem(400, told, code="bad_request").response()
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        for event in (
-            h11.Response(status_code=400, headers=headers),
-            h11.Data(data=bytes(response.body)),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+    def __init__(self) -> None:
+        super().__init__()
+        self._since, self._counts = time.monotonic(), Counter[str]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = str(record.msg)[:40]
+        if time.monotonic() - self._since > LOG_SECONDS:
+            self._since, self._counts = time.monotonic(), Counter()
+        self._counts[kind] += 1
+        if self._counts[kind] == LOGGED:
+            record.msg = f"{record.msg} (more like it are not logged for {LOG_SECONDS} s)"
+        return self._counts[kind] <= LOGGED
 
 
 class Server(uvicorn.Server):
@@ -91,12 +91,14 @@ class Server(uvicorn.Server):
         self.service = Service(llm, settings.model, settings.max_queue)
         self._say, self._seconds = say, settings.drain_seconds
         self._since: float | None = None
+        state = State()
         super().__init__(
             uvicorn.Config(
-                make(self.service, settings.key, settings.host),
+                make(self.service, settings.key, settings.host, state.most - RESERVE),
                 http=Protocol,
                 ws="none",
                 lifespan="off",
+                backlog=min(ACCEPTED, state.most // 8),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -106,6 +108,16 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
+        self.server_state = state
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.desk.llm.templates.close()  # whatever one is doing, nobody waits for it now
+        await super().shutdown(sockets)
 
     def drain(self) -> None:
         self._since, self.service.desk.draining = time.monotonic(), True
@@ -128,6 +140,10 @@ class Server(uvicorn.Server):
 def run(llm: LLM, settings: Settings, bound: socket.socket, say: Callable[[str], None]) -> None:
     async def serve() -> None:
         server = Server(llm, settings, say)
+        if llm.tokenizer.chat_template:
+            llm.templates.start()
+        for name in ("asyncio", "uvicorn.error", "billfish.server"):
+            logging.getLogger(name).addFilter(Rarely())
         say(address(settings, bound))
         if settings.warning:
             say(f"warning: {settings.warning}")

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from billfish.engine.llm import LLM
+from billfish.errors import UserError
 from billfish.server.asking import Prompt
-from billfish.server.problem import Problem
+from billfish.server.problem import Problem, stopping
 
 
 class Words:
@@ -20,6 +21,7 @@ class Words:
         self._before: list[int] = self.tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._prefix = self._decode(self._before)
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self._rendering = asyncio.Lock()
         self.text: Callable[[int], str] = lru_cache(2**16)(self._text)
 
     async def prompt(self, given: Prompt, special: bool = True) -> list[int]:
@@ -44,11 +46,16 @@ class Words:
                 "messages",
             )  # fmt: skip
         try:
-            ids = await asyncio.to_thread(self.llm.templated, messages)
-        except Exception as error:  # a template's own rules, such as roles that must alternate
-            raise Problem(
-                400, f"the model's chat template refuses these messages: {error}", "messages"
-            ) from None
+            async with self._rendering:  # a slow template must not take all threads
+                text = await asyncio.to_thread(self.llm.templates.render, self.tokenizer, messages)
+        except UserError as error:  # also a template's own rules: roles that must alternate
+            if self.llm.templates.closed:
+                raise stopping() from None
+            raise Problem(400, str(error), "messages") from None
+        self._check_characters(len(text))
+        ids: list[int] = await asyncio.to_thread(
+            lambda: self.tokenizer(text, add_special_tokens=False).input_ids
+        )
         if not ids:
             raise Problem(400, "these messages have no token; write something.", "messages")
         return ids

@@ -1,6 +1,7 @@
 """What OpenAI's clients rely on, over real HTTP: answers, streams, counts, and errors by name."""
 
 import json
+import math
 
 import openai
 import pytest
@@ -202,6 +203,10 @@ def test_models_health_version_tokens(client, server):
     assert client.models.retrieve(MODEL).id == MODEL
     with server.http() as http:
         assert http.get("/health").content == b""
+        for path in ("/health", "/v1/models", f"/v1/models/{MODEL}", "/metrics", "/version", "/"):
+            head = http.head(path)
+            assert head.status_code == 200 and head.content == b""
+            assert head.headers["content-length"] == http.get(path).headers["content-length"]
         assert http.get("/version").json()["version"]
         assert http.get("/tokenizer_info").json()["eos_token"] == "<eos>"
         told = http.post("/tokenize", json={"prompt": "abc", "return_token_strs": True}).json()
@@ -221,17 +226,17 @@ def test_metrics(server):
     for line in answer.text.splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
-            assert name.startswith("billfish:") and f'model_name="{MODEL}"' in name
+            assert name.startswith("vllm:") and f'model_name="{MODEL}"' in name
             values[name.replace(f'model_name="{MODEL}"', "").replace("{,", "{")] = float(value)
-    assert values["billfish:num_requests_running{}"] == 0
-    assert values["billfish:kv_cache_usage_perc{}"] == 0
-    assert values["billfish:generation_tokens_total{}"] >= 4
-    assert values['billfish:request_success_total{finished_reason="length"}'] >= 1
+    assert values["vllm:num_requests_running{}"] == 0
+    assert values["vllm:kv_cache_usage_perc{}"] == 0
+    assert values["vllm:generation_tokens_total{}"] >= 4
+    assert values['vllm:request_success_total{finished_reason="length"}'] >= 1
     for name in ("time_to_first_token", "inter_token_latency", "time_per_output_token",
                  "request_time_per_output_token", "e2e_request_latency"):  # fmt: skip
-        count = values[f"billfish:{name}_seconds_count{{}}"]
-        assert count >= 1 and values[f'billfish:{name}_seconds_bucket{{le="+Inf"}}'] == count
-        assert values[f"billfish:{name}_seconds_sum{{}}"] > 0
+        count = values[f"vllm:{name}_seconds_count{{}}"]
+        assert count >= 1 and values[f'vllm:{name}_seconds_bucket{{le="+Inf"}}'] == count
+        assert values[f"vllm:{name}_seconds_sum{{}}"] > 0
 
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -257,6 +262,19 @@ WRONG = [
     (TEXT, {"prompt": "a", "temperature": -1}, "temperature"),
     (TEXT, {"prompt": "a", "temperature": "hot"}, "temperature"),
     (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": 1e39}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": math.inf}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": math.nan}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": True}, "temperature"),
+    (TEXT, {"prompt": "a", "repetition_penalty": 1e39}, "repetition_penalty"),
+    (TEXT, {"prompt": "a", "repetition_penalty": 1e-40}, "repetition_penalty"),
+    (TEXT, {"prompt": "a", "top_k": 2**63}, "top_k"),
+    (TEXT, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    (TEXT, {"prompt": "a", "min_tokens": 10**30}, "min_tokens"),
+    (TEXT, {"prompt": "a", "stop": "a" * 1025}, "stop"),
+    (TEXT, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    (TEXT, {"prompt": "a", "min_tokens": 1, "stop_token_ids": [*range(128)]}, "min_tokens"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias"),
     (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
     (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
     (TEXT, {"prompt": "a", "stop": [""]}, "stop"),
