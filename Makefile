@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL ?=
 
-.PHONY: demo test test-gpu test-vllm lint types clean
+.PHONY: demo test fuzz test-gpu test-vllm lint types clean
 
 # torch comes first and alone: a later range then finds it satisfied and brings no other build.
 $(VENV)/.base: constraints.txt pyproject.toml
@@ -27,6 +27,11 @@ demo: $(VENV)/.base
 # One thread a process and two processes: threads of tiny matmuls only wait for each other.
 test: $(VENV)/.test lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Opt-in: the suite's fuzzers for long. BILLFISH_FUZZ inputs each; processes with BILLFISH_FUZZ_SEED
+# of 0, 1, 2 ... share the work.
+fuzz: $(VENV)/.test
+	OMP_NUM_THREADS=1 BILLFISH_FUZZ=$${BILLFISH_FUZZ:-100000} $(BIN)/python -m pytest -s -m fuzz
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -2,10 +2,9 @@
 
 uvicorn waits for ever for the rest of a head, and takes connections until the process has no files
 left. Here a head, an idle connection and a reader that takes nothing have their times, and there is
-a bound on connections, far below the file limit. When it is reached the one that has been without a
-request longest gives way to the new one: so a fresh `/health` is answered however many hold half a
-head. Requests under way are never cut off for it: they have a lower bound of their own (guard.py),
-which does not hold for `/health`.
+a bound on connections, far below the file limit. When it is reached the one that has been idle for
+longest gives way to the new one: so a fresh `/health` is answered however many hold half a head.
+Requests under way are not cut off for it: they have a lower bound of their own (guard.py).
 """
 
 import asyncio
@@ -24,7 +23,7 @@ HEAD_SECONDS = 10.0  # from the first byte of a request's head, or the connectio
 READ_SECONDS = 60.0  # a client that takes nothing of its answer for so long has gone
 KEEP_ALIVE = 30  # seconds an idle connection stays
 MOST = 4096  # connections
-RESERVE = 16  # of them, for /health
+RESERVE = 16  # of them, that requests under way leave over
 ACCEPTED = 64  # at once, before the oldest have given way
 BACKLOG = 2048  # that the system keeps
 
@@ -41,7 +40,8 @@ class State(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self.most = most_connections()
-        self.idle: dict[Protocol, None] = {}  # no request under way; the first has been so longest
+        # Without a request, or not reading the answer; the first has been so for longest.
+        self.idle: dict[Protocol, None] = {}
 
 
 class Timer:
@@ -106,11 +106,13 @@ class Protocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.server_state.idle.setdefault(self)
         self._read.start()
 
     def resume_writing(self) -> None:
-        self._read.stop()
         super().resume_writing()
+        self._read.stop()
+        self._note()
 
     def timeout_keep_alive_handler(self) -> None:
         self.leave()

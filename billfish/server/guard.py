@@ -23,6 +23,7 @@ LARGEST_HEAD = 32 * 1024  # bytes of a request's line and headers
 LARGEST_BODY = 8 * 2**20
 SLOWEST_BODY = 30.0  # seconds
 PASSED_OVER = (2.0, 2 * LARGEST_BODY)  # seconds and bytes, of a body that was refused
+LEAVING = 8  # connections at once that this is done for
 OPEN = {"/health", "/", "/page.js", "/page.css"}  # no secrets there; the page asks for the key
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 HEADERS = {
@@ -35,33 +36,36 @@ HEADERS = {
 class Guard:
     def __init__(self, app: ASGIApp, key: str | None, host: str, most: int) -> None:
         self.app, self.key, self.loopback = app, key, host in LOOPBACK
-        self.most, self.live = most, 0  # requests under way
+        self.most, self.live = most, 0  # requests under way, of those who may ask
+        self.leaving = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         exchange = Exchange(self, Headers(scope=scope), receive, send)
-        self.live += 1
+        counts = scope["path"] not in OPEN
         try:
             self._check(scope, Headers(scope=scope))
+            if counts and self.live >= self.most:
+                raise Problem(
+                    503, f"{self.most} requests are under way; try again in a moment.",
+                    code="too_many_requests", headers={"Retry-After": "1"},
+                )  # fmt: skip
         except Problem as problem:
             await problem.response()(scope, exchange.receive, exchange.send)
-        else:
+            return
+        self.live += counts
+        try:
             await self.app(scope, exchange.receive, exchange.send)
         finally:
-            self.live -= 1
+            self.live -= counts
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
         head = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if head + sum(len(name) + len(value) + 4 for name, value in headers.raw) > LARGEST_HEAD:
             raise long_head()
-        if self.live > self.most and path != "/health":
-            raise Problem(
-                503, f"{self.most} requests are under way; try again in a moment.",
-                code="too_many_requests", headers={"Retry-After": "1"},
-            )  # fmt: skip
         if self.loopback and _name(headers.get("host", "")) not in LOOPBACK:
             raise Problem(403, "this server answers to localhost alone; see --host.")
         site = headers.get("sec-fetch-site", "none")
@@ -99,8 +103,12 @@ class Exchange:
                 headers["connection"] = "close"
         elif self._unread and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
-            if self._guard.live <= self._guard.most:  # else there is no room for it
-                await self._pass_over()
+            if self._guard.leaving < LEAVING:
+                self._guard.leaving += 1
+                try:
+                    await self._pass_over()
+                finally:
+                    self._guard.leaving -= 1
             message = {"type": "http.response.body"}
         await self._send(message)
 

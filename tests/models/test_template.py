@@ -6,6 +6,7 @@ import pytest
 from tiny import character_tokenizer
 
 from billfish.errors import UserError
+from billfish.generate import encode
 from billfish.models import template
 from billfish.models.template import Renderer
 
@@ -77,3 +78,11 @@ def test_closing_ends_its_process(tokenizer):
     assert process.returncode == -9
     with pytest.raises(UserError, match="closed"):
         made.render(tokenizer, MESSAGES)
+
+
+def test_generate_says_it_in_one_sentence(tokenizer):
+    tokenizer.chat_template = "{% for %}"
+    with pytest.raises(UserError, match="chat template failed: TemplateSyntaxError"):
+        encode(tokenizer, "a", chat=True)
+    tokenizer.chat_template = REAL
+    assert encode(tokenizer, "a", chat=True).shape[0] == 1

@@ -122,8 +122,27 @@ def test_requests_have_a_bound_and_health_does_not(door, monkeypatch):
             refused = answer(raw)
         assert refused.startswith(b"HTTP/1.1 503") and b"too_many_requests" in refused
         assert b"retry-after" in refused.lower()
-        assert door.server.config.app.live <= 25
+        assert door.server.config.app.live == 24
     until(lambda: door.server.config.app.live == 0)
+
+
+def test_who_may_not_ask_holds_nothing(door, monkeypatch):
+    """Bodies that do not come, without the key; and pages that are asked for and not read."""
+    monkeypatch.setattr(door.server.server_state, "most", 40)
+    monkeypatch.setattr(door.server.config.app, "most", 24)
+    with ExitStack() as held:
+        for place in range(80):
+            raw = held.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            raw.connect(("127.0.0.1", int(door.url.rsplit(":", 1)[1])))
+            page = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600
+            raw.sendall(page if place % 4 == 0 else post(TEXT, 5))
+        with door.http(headers={"Authorization": "Bearer secret"}) as http:
+            start = time.monotonic()
+            assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+            assert time.monotonic() - start < 5  # 12000 answers are written beside it
+        assert health(door) < 3 and door.server.config.app.live == 0
+    until(lambda: not door.server.server_state.connections)
 
 
 @pytest.mark.parametrize(
