@@ -27,10 +27,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UserError(f"--max-tokens {self.max_tokens}: at least 1.")
-        if self.temperature < 0:
-            raise UserError(f"--temperature {self.temperature}: 0 (greedy) or more.")
+        if not 0 <= self.temperature <= 100:  # as the engine's; fp32 stays finite
+            raise UserError(f"--temperature {self.temperature}: 0 (greedy) to 100.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p {self.top_p}: above 0, at most 1.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed}: a number of 64 bits.")
 
 
 @dataclass

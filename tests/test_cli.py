@@ -120,7 +120,7 @@ def test_eval_writes_report_and_json(models, tmp_path):
         (["generate", "{w4}", "--prompt", "", "--max-tokens", "1"], 1, "empty"),
         (["generate", "{w4}", "--prompt", "a", "--max-tokens", "0"], 1, "at least 1"),
         (["generate", "{w4}", "--prompt", "a", "--max-tokens", "9999"], 1, "positions"),
-        (["generate", "{w4}", "--prompt", "a", "--temperature", "-1"], 1, "0 (greedy) or more"),
+        (["generate", "{w4}", "--prompt", "a", "--temperature", "-1"], 1, "0 (greedy) to 100"),
         (["eval", "{w4}", "--tasks", "chess"], 1, "chess"),
         (["eval", "{w4}", "--tasks", "piqa"], 1, "data"),
     ],

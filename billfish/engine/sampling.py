@@ -143,18 +143,20 @@ def choose(
         raise ValueError(f"logits {tuple(logits.shape)}: {rule}, {sorted(widths)}.")
     # Drawn once, whatever fails: a row done again has the same number.
     numbers = [0.0 if chooser.greedy else chooser.uniform() for chooser in choosers]
+    return _together_or_alone(logits, choosers, numbers)
+
+
+def _together_or_alone(
+    logits: Tensor, choosers: Sequence[Chooser], numbers: Sequence[float]
+) -> list[Chosen | Exception]:
     try:
         return _choose(logits, choosers, numbers)
     except Exception as error:
         if len(choosers) == 1:
             return [error]
-    found: list[Chosen | Exception] = []
-    for row, chooser in enumerate(choosers):
-        try:
-            found += _choose(logits[row : row + 1], [chooser], numbers[row : row + 1])
-        except Exception as error:
-            found.append(error)
-    return found
+    rows = [slice(row, row + 1) for row in range(len(choosers))]
+    alone = [_together_or_alone(logits[row], choosers[row], numbers[row]) for row in rows]
+    return [one for (one,) in alone]
 
 
 def _choose(
