@@ -144,6 +144,7 @@ def run(llm: LLM, settings: Settings, bound: socket.socket, say: Callable[[str],
             llm.templates.start()
         for name in ("asyncio", "uvicorn.error", "billfish.server"):
             logging.getLogger(name).addFilter(Rarely())
+        bound.listen(BACKLOG)  # who comes before the server is up waits
         say(address(settings, bound))
         if settings.warning:
             say(f"warning: {settings.warning}")

@@ -84,5 +84,3 @@ def test_generate_says_it_in_one_sentence(tokenizer):
     tokenizer.chat_template = "{% for %}"
     with pytest.raises(UserError, match="chat template failed: TemplateSyntaxError"):
         encode(tokenizer, "a", chat=True)
-    tokenizer.chat_template = REAL
-    assert encode(tokenizer, "a", chat=True).shape[0] == 1
