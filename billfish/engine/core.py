@@ -259,9 +259,7 @@ class Engine:
             first, end = max(piece.start, done), piece.start + piece.count
             following = piece.sequence.prompt[first + 1 : end + 1]
             try:
-                for row in range(
-                    0, len(following), SCORED
-                ):  # a whole prompt's logits are gigabytes
+                for row in range(0, len(following), SCORED):  # all logits would be gigabytes
                     some = following[row : row + SCORED]
                     at = start + first - piece.start + row
                     logits = self.decoder.logits(hidden[at : at + len(some)])

@@ -90,6 +90,7 @@ class Renderer:
                 if not answer.endswith("\n"):  # also if we were interrupted
                     self._process = None
                     process.kill()
+                    process.wait()
             if answer.endswith("\n"):
                 found: dict[str, Any] = json.loads(answer)
                 return found
