@@ -35,10 +35,11 @@ characters = st.characters(exclude_categories=())  # halves of surrogate pairs, 
 texts = st.text(characters, max_size=20) | st.sampled_from(
     ["", "a billfish", "\ud800", "\0", "é" * 9]
 )
-odd_numbers = st.sampled_from([
-    0, -0.0, 1, -1, True, False, 0.5, 2, 100, 101, 127, 128, 129, 1e-5, 1e-40, 5e-324, 1e38, 1e39,
-    -1e39, 1e308, math.inf, -math.inf, math.nan, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53 + 1,
-    2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30, 10**400,
+extremes = st.sampled_from([1e39, 1e308, -1e39, 1e-40, 5e-324, math.nan, math.inf, -math.inf,
+                            2**31, 2**63, 2**64, 10**30, 10**400, True])  # fmt: skip
+odd_numbers = extremes | st.sampled_from([
+    0, -0.0, 1, -1, False, 0.5, 2, 100, 101, 127, 128, 129, 1e-5, 1e38, 2**31 - 1, -(2**31), 2**32,
+    2**53 + 1, 2**63 - 1, -(2**63), -(2**63) - 1,
 ])  # fmt: skip
 numbers = odd_numbers | st.integers(-5, 130) | st.floats(-3, 3)
 scalars = st.none() | st.booleans() | numbers | texts
@@ -47,40 +48,52 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=8,
 )
+# What is right for each field.
+right = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9) | st.just("a billfish")
 ids = st.lists(st.integers(0, 127), min_size=1, max_size=6)
-roles = st.sampled_from(["user", "system", "assistant", "developer", "tool"])
-part = st.fixed_dictionaries({"type": st.just("text"), "text": texts})
-message = st.fixed_dictionaries({"role": roles, "content": texts | st.lists(part, max_size=3)})
-# What is right, or nearly so, for each field.
-GOOD = {
-    "model": st.just(MODEL),
-    "prompt": texts | ids | st.lists(texts, min_size=1, max_size=3) | st.lists(ids, max_size=3),
-    "messages": st.lists(message, min_size=1, max_size=3),
-    "tokens": ids,
-    "n": st.integers(1, 3), "max_tokens": st.integers(1, 6), "min_tokens": st.integers(0, 4),
-    "max_completion_tokens": st.integers(1, 6), "temperature": st.floats(0, 100),
-    "top_p": st.floats(0, 1), "top_k": st.integers(-1, 200), "min_p": st.floats(0, 1),
+roles = st.sampled_from(["user", "system", "assistant", "developer"])
+part = st.fixed_dictionaries({"type": st.just("text"), "text": right})
+parts = right | st.lists(part, min_size=1, max_size=3)
+message = st.fixed_dictionaries({"role": roles, "content": parts})
+BOTH = {
+    "model": st.just(MODEL), "n": st.integers(1, 3), "max_tokens": st.integers(2, 6),
+    "min_tokens": st.integers(0, 2), "max_completion_tokens": st.integers(2, 6),
+    "temperature": st.floats(0, 100), "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 200), "min_p": st.floats(0, 1),
     "repetition_penalty": st.floats(0.01, 100), "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2), "seed": st.integers(-(2**63), 2**63 - 1),
-    "stop": texts | st.lists(texts, max_size=4), "stop_token_ids": ids | st.just([*range(128)]),
-    "ignore_eos": st.booleans(), "stream": st.booleans(), "echo": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
-    "logprobs": st.integers(0, 20) | st.booleans(), "top_logprobs": st.integers(0, 20),
-    "logit_bias": st.dictionaries(st.integers(0, 130).map(str), st.floats(-101, 101), max_size=4),
-    "add_special_tokens": st.booleans(), "return_token_strs": st.booleans(),
+    "stop": right | st.lists(right, max_size=4), "stop_token_ids": ids,
+    "ignore_eos": st.booleans(), "stream": st.booleans(),
+    "logit_bias": st.dictionaries(st.integers(0, 127).map(str), st.floats(-100, 100), max_size=4),
 }  # fmt: skip
-FIELDS = sorted(READ | NO_MATTER | set(REFUSED) | set(GOOD))
+several = st.lists(right, min_size=1, max_size=3) | st.lists(ids, min_size=1, max_size=3)
+FORMS = {  # needed, and not
+    TEXT: ({"prompt": right | ids | several},
+           {**BOTH, "echo": st.booleans(), "logprobs": st.integers(0, 20)}),
+    CHAT: ({"messages": st.lists(message, min_size=1, max_size=2)},
+           {**BOTH, "logprobs": st.booleans()}),
+    "/tokenize": ({"prompt": right}, {"return_token_strs": st.booleans()}),
+    "/detokenize": ({"tokens": ids}, {"model": st.just(MODEL)}),
+}  # fmt: skip
+NUMBERS = ["n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
+           "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"]  # fmt: skip
+FIELDS = sorted(READ | NO_MATTER | set(REFUSED) | {"tokens"})
 
 
 @st.composite
 def body(draw, path):
-    """Mostly right, so that most of it reaches the engine; then something is not."""
-    needed = {TEXT: ["prompt"], CHAT: ["messages"], "/detokenize": ["tokens"]}.get(path, ["prompt"])
-    names = needed + draw(st.lists(st.sampled_from(sorted(GOOD)), max_size=6))
-    made = {name: draw(GOOD[name]) for name in names}
-    for name in draw(st.lists(st.sampled_from(FIELDS), max_size=2)):
-        made[name] = draw(anything)
-    for _ in range(draw(st.integers(0, 1))):
+    """Right but for one thing, so that what is wrong with it may reach the engine."""
+    needed, more = FORMS.get(path, FORMS[TEXT])
+    names = draw(st.lists(st.sampled_from(sorted(more)), max_size=6))
+    made = {name: draw({**needed, **more}[name]) for name in (*needed, *names)}
+    if made.get("stream") is True:
+        made["stream_options"] = {"include_usage": draw(st.booleans())}
+    kind = draw(st.sampled_from(["right", "number", "number", "number", "field", "new"]))
+    if kind == "number":
+        made[draw(st.sampled_from(NUMBERS))] = draw(odd_numbers)
+    elif kind == "field":
+        made[draw(st.sampled_from(FIELDS))] = draw(anything)
+    elif kind == "new":
         made[draw(texts)] = draw(anything)
     return made
 
@@ -185,6 +198,7 @@ def test_requests(tiny_path, errors):
                 return await asyncio.gather(*map(send, batch))
 
         def batch(requests):
+            errors.clear()
             for one, answer in zip(requests, runner.run(together(requests)), strict=True):
                 check(one, answer)
                 seen[answer.status_code] += 1
@@ -228,6 +242,7 @@ def test_bytes_that_are_hardly_http(tiny_path, errors):
 
         def send(one):
             sent, changes = one
+            errors.clear()
             for place, size, piece in changes:
                 at = int(place * len(sent))
                 sent = sent[:at] + piece + sent[at + size :]
