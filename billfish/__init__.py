@@ -14,6 +14,7 @@ __all__ = [
     "LLM",
     "Interrupted",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UserError",
     "__version__",
     "load",
@@ -41,4 +42,8 @@ def __getattr__(name: str) -> Any:
         from billfish.engine.sampling import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from billfish.engine.structured import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module 'billfish' has no attribute {name!r}")

@@ -21,6 +21,13 @@ def need_server() -> None:
         raise UserError(f"serving needs {' and '.join(missing)}: {INSTALL}")
 
 
+class ToolCallParser(StrEnum):
+    auto = "auto"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    mistral = "mistral"
+
+
 class Kv(StrEnum):
     kv16 = "kv16"
     kv8 = "kv8"
@@ -50,6 +57,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name for clients; default: its directory's.")
     ] = None,
+    tool_call_parser: Annotated[
+        ToolCallParser, typer.Option(help="How the model writes calls; auto: as its template says.")
+    ] = ToolCallParser.auto,
 ) -> None:
     """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
     need_server()
@@ -57,7 +67,9 @@ def serve(
     from billfish.server.run import Settings, bind, run
 
     name = served_model_name if served_model_name is not None else model.resolve().name
-    settings = Settings(name, host, port, api_key, max_queue)
+    settings = Settings(
+        name, host, port, api_key, max_queue, tool_call_parser=tool_call_parser.value
+    )
     bound = bind(settings)
     with show.status() as say:
         say(f"loading {model}")

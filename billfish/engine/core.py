@@ -124,7 +124,8 @@ class Engine:
             self.runs[sequence.name] = _Run(
                 request, completion, params, sequence,
                 Chooser(params, prompt, vocabulary, self.eos, completion.index),
-                Detokenizer(self.tokenizer, prompt), StopFinder(params.stop),
+                Detokenizer(self.tokenizer, prompt, params.skip_special_tokens),
+                StopFinder(params.stop, params.include_stop_str_in_output),
             )  # fmt: skip
 
     def cancel(self, name: str) -> None:
@@ -285,10 +286,16 @@ class Engine:
         stops = chosen.token in params.stop_token_ids
         if stops or (chosen.token in self.eos and not params.ignore_eos):
             completion.stop_reason = chosen.token if stops else None
-            self._note(run, chosen)
+            if stops and params.include_stop_str_in_output:
+                self._write(run, chosen)
+            else:
+                self._note(run, chosen)
             self._end(run, "stop")
-        elif len(sequence.output) >= params.max_tokens or len(sequence) >= sequence.most:
-            self._end(run, "stop" if self._write(run, chosen) else "length")
+            return
+        matcher = run.chooser.matcher
+        done = matcher is not None and matcher.ended
+        if done or len(sequence.output) >= params.max_tokens or len(sequence) >= sequence.most:
+            self._end(run, "stop" if self._write(run, chosen) or done else "length")
         else:
             self._late.append((run, chosen))
 

@@ -23,10 +23,12 @@ from billfish.compute import device_of
 from billfish.engine.build import Loaded, Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
+from billfish.engine.structured import Matchers, StructuredOutputsParams
 from billfish.errors import UserError
 from billfish.models.template import Renderer
 
 Prompt = str | Sequence[int]
+Message = dict[str, Any]  # of a chat, or a tool
 Notify = Callable[[RequestOutput], None]
 
 
@@ -60,6 +62,7 @@ class LLM:
         self.vocabulary = self.engine.decoder.shape.vocabulary
         self.max_model_len = self.engine.most_tokens
         self.templates = Renderer()
+        self.matchers = Matchers(self.tokenizer, self.vocabulary, self.engine.eos)
         self._names = itertools.count()
         self._worker = _Worker(self.engine)
 
@@ -86,6 +89,7 @@ class LLM:
             list(params))  # fmt: skip
         if len(wanted) != len(many):
             raise UserError(f"{len(many)} prompts and {len(wanted)} params: give one for each.")
+        wanted = [self._compiled(one) for one in wanted]
         requests = [self._request(prompt, one) for prompt, one in zip(many, wanted, strict=True)]
         self._wait_for(requests, wanted)
         return requests
@@ -123,15 +127,18 @@ class LLM:
                 self._worker.cancel(request.name)
             raise
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> (
-        RequestOutput
-    ):  # fmt: skip
-        return self.generate(self.templated(messages), params)[0]
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None,
+        tools: Sequence[Message] | None = None,
+    ) -> RequestOutput:  # fmt: skip
+        return self.generate(self.templated(messages, tools), params)[0]
 
-    def templated(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def templated(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None
+    ) -> list[int]:
         """Messages by the model's chat template."""
         ids: list[int] = self.tokenizer(
-            self.templates.render(self.tokenizer, messages), add_special_tokens=False
+            self.templates.render(self.tokenizer, messages, tools), add_special_tokens=False
         ).input_ids
         return ids
 
@@ -143,7 +150,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, whenever it has grown. Leaving the loop cancels the request."""
-        params = params or SamplingParams()
+        params = self._compiled(params or SamplingParams())
         request = self._request(prompt, params)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
 
@@ -163,6 +170,7 @@ class LLM:
 
     def close(self) -> None:
         self.templates.close()
+        self.matchers.close()
         self._worker.close()
 
     @property
@@ -175,6 +183,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _compiled(self, params: SamplingParams) -> SamplingParams:
+        wanted = params.structured_outputs
+        if not isinstance(wanted, StructuredOutputsParams):
+            return params
+        return replace(params, structured_outputs=self.matchers.compile(wanted))
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None

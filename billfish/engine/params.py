@@ -7,9 +7,10 @@ on to 100, since vLLM's clients heat to 5 and more together with min_p.
 
 import reprlib
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from billfish.engine.structured import Matcher, StructuredOutputsParams
 from billfish.errors import UserError
 
 LARGEST = 2**31 - 1  # of whole numbers that have no bound of their own
@@ -33,10 +34,14 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()  # a str or a list becomes a tuple
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # in the text
     ignore_eos: bool = False
     logprobs: int | None = None  # how many of the best tokens to tell beside the chosen one
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; max_tokens may be 0 then
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token -> added to its logit
+    # What the text must match; a mapping becomes StructuredOutputsParams, which LLM compiles.
+    structured_outputs: StructuredOutputsParams | Matcher | None = None
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 128)
@@ -56,8 +61,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 20)
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos {_told(self.ignore_eos)}: true or false.")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} {_told(getattr(self, name))}: true or false.")
+        object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if len(stops) > STOPS:
             raise UserError(f"stop with {len(stops)} strings: at most {STOPS}. Leave some out.")
@@ -97,6 +104,18 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens}: every token of this model is among stop_token_ids "
                 "or its ends, so none could be written. Leave one of them out."
             )
+
+
+def _structured(value: Any) -> StructuredOutputsParams | Matcher | None:
+    if isinstance(value, Mapping):
+        given = {str(name): one for name, one in value.items() if one is not None}
+        known = {one.name for one in fields(StructuredOutputsParams)}
+        if unknown := sorted(given.keys() - known):
+            raise UserError(f"structured_outputs: {unknown[0]} is not supported. Leave it out.")
+        return StructuredOutputsParams(**given)
+    if value is None or isinstance(value, StructuredOutputsParams | Matcher):
+        return value
+    raise UserError(f"structured_outputs {value!r}: StructuredOutputsParams, or a mapping.")
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:

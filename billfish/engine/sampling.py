@@ -1,7 +1,7 @@
 """From a row of logits to the next token of a sequence: what may be asked for, and how it is drawn.
 
-Steps, as in vLLM: logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p, draw. Log
-probabilities are the model's own, before any of these steps (OpenAI and vLLM v1 do the same).
+Steps, as in vLLM: logit bias, penalties, min_tokens, grammar, temperature, min_p, top_k, top_p,
+draw. Log probabilities are the model's own, before any of these steps (OpenAI and vLLM v1 do so).
 
 A draw is one number of the sequence's own stream, keyed by (seed, index), looked up in the sums of
 its own row, so nothing else in the batch can change it. The sums run in the order of token ids and
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.engine.params import SamplingParams as SamplingParams
+from billfish.engine.structured import Matcher, put_bits
+from billfish.errors import UserError
 
 GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
 # Nearly every nucleus fits; picking this many of 150,000 takes a third of the time of sorting all.
@@ -53,6 +55,8 @@ class Chooser:
         self.vocabulary = vocabulary
         self.drawn = 0
         self.greedy = params.temperature < GREEDY
+        wanted = params.structured_outputs
+        self.matcher = wanted.copy() if isinstance(wanted, Matcher) else None
         seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed % 2**64
         # Counter based: the key is all there is to a stream, and NumPy promises its raw numbers.
         self._stream = np.random.Philox(key=np.array([seed, index], dtype=np.uint64))
@@ -78,11 +82,13 @@ class Chooser:
     @property
     def edits(self) -> bool:
         """Whether logits change before the next draw."""
-        return bool(self._slots) or self.drawn < self.params.min_tokens
+        return bool(self._slots) or self.drawn < self.params.min_tokens or self.matcher is not None
 
     def note(self, token: int) -> None:
         """The token is now part of the output."""
         self.drawn += 1
+        if self.matcher is not None:
+            self.matcher.note(token)
         if self._repeats or self._counts:
             slot = self._slot(token)
             self._seen[slot] = True
@@ -116,7 +122,17 @@ class Chooser:
 
     def barred(self) -> NDArray[Any]:
         """Tokens that may not come yet."""
-        return self._ends if self.drawn < self.params.min_tokens else self._ends[:0]
+        early = self.drawn < self.params.min_tokens and self.matcher is None
+        return self._ends if early else self._ends[:0]
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """Tokens that the grammar allows, a bit each. Where it can only end, min_tokens yields."""
+        assert self.matcher is not None
+        bits = self.matcher.mask()
+        if self.drawn < self.params.min_tokens:
+            put_bits(longer := bits.copy(), self._ends, False)
+            bits = longer if longer.any() else bits
+        return bits
 
     def _slot(self, token: int) -> int:
         slot = self._slots.setdefault(token, len(self._slots))
@@ -204,6 +220,12 @@ def _edit(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     flat[where] = torch.where(value > 0, value / repetition, value * repetition) - taken
     ends = [chooser.barred() + row * width for row, chooser in enumerate(choosers)]
     flat[torch.from_numpy(np.concatenate(ends)).to(x.device)] = -math.inf
+    if bound := [row for row, chooser in enumerate(choosers) if chooser.matcher is not None]:
+        others = np.zeros(x.shape, np.bool_)  # of all rows: to mask some apart is slower
+        for row in bound:
+            bits = ~choosers[row].allowed()
+            others[row] = np.unpackbits(bits, count=width, bitorder="little")
+        x.masked_fill_(torch.from_numpy(others).to(x.device), -math.inf)
     return x
 
 
@@ -333,6 +355,9 @@ def tell(raw: Tensor, tokens: Tensor, counts: list[int]) -> list[Chosen]:
 
 
 def _nothing_left(chooser: Chooser) -> Exception:
+    if chooser.matcher is not None and chooser.matcher.error:
+        told = f"token {chooser.drawn + 1}: {chooser.matcher.error}"
+        return UserError(f"the text left what it must match, or that became too complex; {told}.")
     return ArithmeticError(
         f"token {chooser.drawn + 1} of this sequence: all logits are NaN or -inf. The model "
         "overflowed (load it with a wider dtype), or min_tokens bars all that is left (lower it)."

@@ -102,22 +102,22 @@ class StopFinder:
     the result does not depend on how the text is cut into pieces.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self._stops, self._include = stops, include
         self._held = ""
         self.found: str | None = None  # which one
 
     def add(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was found: the text ends before it)"""
+        """(text that may be shown, whether a stop string was found: the text ends there)"""
         if self.found is not None:
             return "", True
         text = self._held + text
         starts = [(text.find(stop), stop) for stop in self._stops]
         if found := [(at + len(stop), at, stop) for at, stop in starts if at >= 0]:
-            _, at, self.found = min(found)
+            end, at, self.found = min(found)
             self._held = ""
-            return text[:at], True
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+            return text[: end if self._include else at], True
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -127,7 +127,7 @@ class StopFinder:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of `text` are the beginning of `stop`, but not all of it."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -4,13 +4,16 @@
 """
 
 import json
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from billfish.engine.sampling import Chosen
+from billfish.server.calls import Call, read
 from billfish.server.desk import Job
 from billfish.server.problem import Problem
+from billfish.server.tools import Format
 from billfish.server.words import Words
 
 Json = dict[str, Any]
@@ -27,6 +30,7 @@ class Part:
     offset: int  # characters of tokens before
     finish: str | None
     stop: str | int | None
+    calls: list[Json]  # of tools, with their indices; later ones go on where the last one ended
     first: bool = False
     scored: bool = False  # begins with the prompt's first token, which has no probability
 
@@ -45,7 +49,12 @@ class Chat:
     def choice(self, index: int, part: Part, words: Words, stream: bool) -> Json:
         message: Json = {"role": "assistant"} if part.first or not stream else {}
         if part.text or part.first or not stream:
-            message["content"] = part.text
+            message["content"] = part.text or ("" if not part.calls else None)
+        if part.calls:
+            message["tool_calls"] = part.calls if stream else [
+                {name: value for name, value in call.items() if name != "index"}
+                for call in part.calls
+            ]  # fmt: skip
         return {
             "index": index,
             "delta" if stream else "message": message,
@@ -111,8 +120,10 @@ class Answer:
     head: Json  # id, created, model, system_fingerprint
     logprobs: bool
     echo: list[str] | None = None  # the prompts, in front of their texts
+    tools: Format | None = None  # how calls are written in the text, if some may be
 
     def __post_init__(self) -> None:
+        self._called: dict[int, list[int]] = {}  # characters of the arguments of each call
         self._shown: dict[int, tuple[int, int, int]] = {}  # characters, tokens, offset
         self._ended: set[int] = set()
 
@@ -148,25 +159,46 @@ class Answer:
                 continue
             first = index not in self._shown
             characters, tokens, offset = self._shown.get(index, (0, 0, 0))
-            text, chosen = one.text[characters:], list(one.logprobs[tokens:])
-            finish = one.finish_reason
+            finish: str | None = one.finish_reason
+            whole, calls = one.text, list[Json]()
+            if self.tools is not None:
+                whole, found = read(self.tools, one.text, finish is not None)
+                calls = self._new_calls(index, found, self.tools)
+                finish = "tool_calls" if found and finish == "stop" else finish
+            text, chosen = whole[characters:], list(one.logprobs[tokens:])
             scored = first and self.logprobs and output.prompt_logprobs is not None
             if first and self.echo is not None:
                 text = self.echo[place] + text
             if scored:
                 ids = output.prompt_token_ids
                 chosen = [Chosen(ids[0]), *(output.prompt_logprobs or []), *chosen]
-            if not (text or chosen or finish or first):
+            if not (text or chosen or finish or first or calls):
                 continue
             parts.append((index, Part(
                 text, chosen if self.logprobs else None, offset, finish,
-                one.stop_reason, first, scored,
+                one.stop_reason, calls, first, scored,
             )))  # fmt: skip
             offset += sum(len(self.words.text(each.token)) for each in chosen)
-            self._shown[index] = (len(one.text), len(one.logprobs), offset)
+            self._shown[index] = (len(whole), len(one.logprobs), offset)
             if finish:
                 self._ended.add(index)
         return parts
+
+    def _new_calls(self, index: int, calls: list[Call], form: Format) -> list[Json]:
+        """Of a call that was not shown its name, of every one what its arguments have more."""
+        shown, told = self._called.setdefault(index, []), []
+        for place, call in enumerate(calls):
+            if place == len(shown):
+                shown.append(0)
+                # Mistral's template asks for 9 letters and digits.
+                name = uuid.uuid4().hex
+                name = name[:9] if form.name == "mistral" else f"call_{name}"
+                function = {"name": call.name, "arguments": call.arguments}
+                told.append({"index": place, "id": name, "type": "function", "function": function})
+            elif more := call.arguments[shown[place] :]:
+                told.append({"index": place, "function": {"arguments": more}})
+            shown[place] = len(call.arguments)
+        return told
 
 
 def _event(told: Json) -> bytes:

@@ -15,11 +15,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from billfish.engine.llm import LLM
-from billfish.server import asking
+from billfish.engine.structured import Matcher, StructuredOutputsParams
+from billfish.errors import UserError
+from billfish.server import asking, tools
 from billfish.server.answers import Answer, Chat, Text
 from billfish.server.desk import Desk, Job
 from billfish.server.guard import Guard, read
 from billfish.server.problem import Problem, internal, wrong
+from billfish.server.tools import Toolbox
 from billfish.server.words import Words
 from billfish.version import __version__
 
@@ -30,13 +33,16 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+MOST_GRAMMARS = 32  # that wait to be compiled
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Service:
     """One model behind the routes."""
 
-    def __init__(self, llm: LLM, model: str, max_queue: int) -> None:
+    def __init__(self, llm: LLM, model: str, max_queue: int, parser: str = "auto") -> None:
+        self.toolbox = Toolbox(llm.tokenizer, parser)
+        self._compiling, self._waiting = asyncio.Lock(), 0
         self.desk, self.words, self.model = Desk(llm, model, max_queue), Words(llm), model
         self.created = int(time.time())
         # Two servers of the same fingerprint and seed write the same.
@@ -49,16 +55,25 @@ class Service:
         if asking.flag(body, "echo"):
             raise wrong("echo", True, "not for chats; it is what /v1/completions has")
         self.desk.check(asking.count(body))
-        ids = await self.words.chat(messages)
+        wanted, called, more = asking.structured(body), tools.asked(body), {}
+        if called is not None:
+            self.toolbox.check(called)
+            wanted = self.toolbox.grammar(called, wanted)
+            more = {"skip_special_tokens": False} if self.toolbox.shows_special else {}
+        ids = await self.words.chat(*self.toolbox.prompt(messages, called))
         asked = asking.max_tokens(body, None)
         self.words.check_length(ids, asked)
         tops = asking.logprobs(body, chat=True)
         most = asked or self.words.most - len(ids)
-        params = asking.params(body, most, tops, self.desk.llm)
+        matcher = await self._matcher(body, wanted)
+        params = asking.params(body, most, tops, self.desk.llm, matcher=matcher, **more)
         usage = asking.wants_usage(body)
         stream = asking.flag(body, "stream")
         job = self.desk.enter([ids], params)
-        answer = Answer(job, Chat(), self.words, self._head(Chat.prefix), tops is not None)
+        answer = Answer(
+            job, Chat(), self.words, self._head(Chat.prefix), tops is not None,
+            tools=self.toolbox.format if called else None,
+        )  # fmt: skip
         return await self._send(request, answer, stream, usage)
 
     async def complete(self, request: Request) -> Response:
@@ -72,7 +87,8 @@ class Service:
             self.words.check_length(ids, asked)
         tops = asking.logprobs(body, chat=False)
         assert asked is not None
-        params = asking.params(body, asked, tops, self.desk.llm, echo)
+        matcher = await self._matcher(body, asking.structured(body))
+        params = asking.params(body, asked, tops, self.desk.llm, echo, matcher)
         usage = asking.wants_usage(body)
         stream = asking.flag(body, "stream")
         texts = [one if isinstance(one, str) else self.words.decode(one) for one in given]
@@ -86,7 +102,8 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
         if "messages" in body:
-            ids = await self.words.chat(asking.messages(body))
+            called = tools.asked(body)
+            ids = await self.words.chat(*self.toolbox.prompt(asking.messages(body), called))
         else:
             prompt = body.get("prompt")
             asking.check_text("prompt", prompt)
@@ -109,6 +126,12 @@ class Service:
         assert isinstance(ids, list)
         return JSONResponse({"prompt": self.words.decode(await self.words.prompt(ids))})
 
+    async def embed(self) -> Response:
+        raise Problem(
+            404, f"{self.model!r} writes texts; embeddings are what an encoder makes, and this "
+            "server has none.", code="model_not_found",
+        )  # fmt: skip
+
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
@@ -130,6 +153,31 @@ class Service:
 
     async def tokenizer_info(self) -> Response:
         return JSONResponse(self.words.info())
+
+    async def _matcher(
+        self, body: dict[str, Any], wanted: StructuredOutputsParams | None
+    ) -> Matcher | None:
+        """Compiled, off the event loop and one at a time: a hostile grammar may take seconds."""
+        if wanted is None:
+            return None
+        matchers = self.desk.llm.matchers
+        if (known := matchers.known(wanted)) is not None:
+            return known
+        if self._waiting >= MOST_GRAMMARS:
+            raise Problem(
+                503, f"{self._waiting} grammars wait to be compiled; try again in a moment.",
+                code="queue_full", headers={"Retry-After": "1"},
+            )  # fmt: skip
+        self._waiting += 1
+        try:
+            async with self._compiling:
+                return await asyncio.to_thread(matchers.compile, wanted, True)
+        except UserError as error:
+            asked = ("tools", "response_format", "structured_outputs", *asking.GUIDED)
+            param = next((name for name in asked if body.get(name)), None)
+            raise Problem(400, str(error), param) from None
+        finally:
+            self._waiting -= 1
 
     async def _body(self, request: Request) -> dict[str, Any]:
         body = await read(request)
@@ -208,6 +256,7 @@ def make(service: Service, key: str | None, host: str, most: int) -> Guard:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/completions", service.complete, methods=["POST"])
+    app.add_api_route("/v1/embeddings", service.embed, methods=["POST"])
     app.add_api_route("/tokenize", service.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", service.detokenize, methods=["POST"])
     pages: dict[str, Any] = {

@@ -154,6 +154,8 @@ class Job:
         for output in filter(None, self.outputs):
             for one in output.outputs:
                 if one.finish_reason == "error":
+                    if (told := one.error or "").startswith("UserError: "):  # its own grammar's
+                        raise Problem(400, told.removeprefix("UserError: "))
                     log.error("a request failed in the engine: %s", one.error)
                     raise Problem(500, f"the engine failed: {one.error}", code="engine_error")
                 if one.finish_reason == "cancelled":

@@ -32,6 +32,7 @@ class Settings:
     key: str | None = None
     max_queue: int = 256  # texts that wait beside those that are written
     drain_seconds: float = 60.0
+    tool_call_parser: str = "auto"  # or one of tools.FORMATS
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -88,7 +89,7 @@ class Rarely(logging.Filter):
 
 class Server(uvicorn.Server):
     def __init__(self, llm: LLM, settings: Settings, say: Callable[[str], None]) -> None:
-        self.service = Service(llm, settings.model, settings.max_queue)
+        self.service = Service(llm, settings.model, settings.max_queue, settings.tool_call_parser)
         self._say, self._seconds = say, settings.drain_seconds
         self._since: float | None = None
         state = State()

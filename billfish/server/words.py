@@ -38,7 +38,7 @@ class Words:
             raise Problem(400, f"token id {beyond} in prompt: ids are 0 to {top}.", "prompt")
         return given
 
-    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def chat(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
         self._check_characters(sum(len(message["content"]) for message in messages))
         if not self.tokenizer.chat_template:
             raise Problem(
@@ -47,7 +47,9 @@ class Words:
             )  # fmt: skip
         try:
             async with self._rendering:  # a slow template must not take all threads
-                text = await asyncio.to_thread(self.llm.templates.render, self.tokenizer, messages)
+                text = await asyncio.to_thread(
+                    self.llm.templates.render, self.tokenizer, messages, tools
+                )
         except UserError as error:  # also a template's own rules: roles that must alternate
             if self.llm.templates.closed:
                 raise stopping() from None
