@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from billfish.errors import UserError
+from billfish.formats.spec import first_nonfinite
 from billfish.models.checkpoint import (
     copy_companions,
     finish,
@@ -27,7 +28,14 @@ from billfish.models.compressed import CompressedTensors
 from billfish.models.dialect import Dialect, check_stored, is_lm_head, refuse_unknown
 from billfish.models.foreign import Awq, read_dialect
 from billfish.models.gptq import Gptq
-from billfish.models.hf import Checkpoint, read_json
+from billfish.models.hf import Checkpoint
+from billfish.models.packed import (
+    LEGACY_CONFIGS,
+    by_module,
+    check_bias,
+    measure,
+    read_quantization_config,
+)
 from billfish.schemes.w4a16 import W4A16
 
 WRITERS: dict[str, type[Dialect]] = {
@@ -36,7 +44,6 @@ WRITERS: dict[str, type[Dialect]] = {
     "awq": Awq,
 }
 SHARD_BYTES = 5 * 10**9
-LEGACY_CONFIGS = ("quantize_config.json", "quant_config.json")
 
 
 @dataclass(frozen=True)
@@ -94,27 +101,9 @@ def convert(source: Path, target: Path, to: str) -> dict[str, Any]:
     }
 
 
-def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """From config.json, or the file of its own that older GPTQ and AWQ models have."""
-    config = checkpoint.config.get("quantization_config")
-    if isinstance(config, dict):
-        return config
-    for name in LEGACY_CONFIGS:
-        if (checkpoint.path / name).is_file():
-            return read_json(checkpoint.path / name)
-    raise UserError(
-        f"{checkpoint.path}: has no quantization_config, so it is not a quantized checkpoint. "
-        "`billfish quantize` makes one of it."
-    )
-
-
 def find_layers(checkpoint: Checkpoint, dialect: Dialect) -> Iterator[Layer]:
     """Every packed linear, checked against its config but for the words themselves."""
-    parts: dict[str, dict[str, str]] = {}
-    for name in checkpoint:
-        module, _, part = name.rpartition(".")
-        parts.setdefault(module, {})[part] = name
-    for module, names in parts.items():
+    for module, names in by_module(checkpoint).items():
         if dialect.words not in names:
             continue
         scheme = dialect.scheme(module)
@@ -134,6 +123,8 @@ def read_layer(
     checkpoint: Checkpoint, dialect: Dialect, module: str, scheme: W4A16, names: dict[str, str]
 ) -> Layer:
     refuse_unknown(dialect, scheme, names)
+    scheme, n, k = measure(checkpoint, dialect, module, names)
+    check_bias(checkpoint, names, n)
     names = {part: name for part, name in names.items() if part != "bias"}
     words = checkpoint.entries[names[dialect.words]]
     stored: dict[str, Tensor] = {
@@ -142,8 +133,6 @@ def read_layer(
         else checkpoint.tensor(name)
         for part, name in names.items()
     }
-    scheme = dialect.settle(scheme, stored)
-    n, k = dialect.size(scheme, stored)
     check_stored(dialect, scheme, stored, n, k)
     dtype = next(tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
     return Layer(module, scheme, n, k, dtype, names)
@@ -173,11 +162,20 @@ def write_shards(
         tensors: dict[str, Tensor] = {}
         for unit in units:
             if isinstance(unit, str):
-                tensors[unit] = checkpoint.tensor(unit)
+                tensors[unit] = dense(checkpoint, unit)
             else:
                 tensors.update(translate(checkpoint, unit, source, writer))
         write_shard(target / shard, tensors)
     return shards
+
+
+def dense(checkpoint: Checkpoint, name: str) -> Tensor:
+    tensor = checkpoint.tensor(name)
+    problem = first_nonfinite(name, tensor)
+    if problem:
+        file = checkpoint.path / checkpoint.entries[name].file
+        raise UserError(f"{file}: {problem}; such a checkpoint is not written.")
+    return tensor
 
 
 def plan_shards(

@@ -14,6 +14,7 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 from billfish.errors import UserError
+from billfish.models.match import cause
 from billfish.models.template import Renderer
 
 
@@ -61,6 +62,15 @@ class _Streamer(TextIteratorStreamer):
         super().put(value)  # type: ignore[no-untyped-call]
 
 
+def refuse_nan(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor that changes nothing."""
+    if bool(scores.isnan().any()):
+        raise UserError(
+            "the model computes NaN. `billfish verify` names the tensor, if one is bad."
+        )
+    return scores
+
+
 def encode(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:  # (1, length)
     if chat:
         if not tokenizer.chat_template:
@@ -106,7 +116,7 @@ def _pieces(
             torch.manual_seed(sampling.seed)
             model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
-                max_new_tokens=sampling.max_tokens, **choice,
+                max_new_tokens=sampling.max_tokens, logits_processor=[refuse_nan], **choice,
             )  # fmt: skip
         except BaseException as error:  # handed to the thread that reads the pieces
             failed.append(error)
@@ -117,8 +127,10 @@ def _pieces(
     thread.start()
     yield from streamer
     thread.join()
-    if failed:
+    if failed and isinstance(failed[0], UserError):
         raise failed[0]
+    if failed:  # transformers' own checks of generation_config.json, as a rule
+        raise UserError(f"{model.name_or_path}: {cause(failed[0])}") from failed[0]
     came = timing.times[1:]  # the first put is the prompt itself
     timing.tokens = len(came)
     timing.prompt_seconds = came[0] - started

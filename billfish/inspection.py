@@ -12,14 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from billfish.errors import UserError
 from billfish.models.checkpoint import MANIFEST
 from billfish.models.dialect import Dialect
 from billfish.models.hf import Checkpoint
+from billfish.models.packed import Layer, by_module, measure, recognize
 from billfish.schemes.w4a16 import W4A16
-from billfish.survey import Layer, Survey, by_module, measure, recognize
 
 KINDS = {
     "weight_packed": "packed", "qweight": "packed", "B": "packed",
@@ -33,9 +31,12 @@ def verify(path: Path) -> dict[str, Any]:
     """Every problem of a checkpoint, by file and tensor; a UserError if there is no directory."""
     if not path.is_dir():
         raise UserError(f"{path}: no such directory. Give a local Hugging Face checkpoint.")
+    from billfish.survey import Survey  # brings transformers, which takes seconds
+
     survey = Survey(path)
     survey.check_manifest()
     survey.check_tensors()
+    survey.check_tokenizer()
     return {"ok": not survey.problems, "checked": dict(survey.checked), "problems": survey.problems}
 
 
@@ -45,15 +46,8 @@ def inspect(path: Path) -> dict[str, Any]:
     "problems" names packed layers that their config does not fit; their tensors then count as
     dense, and what cannot be known (parameters, bits of the model) is None.
     """
-    try:
-        checkpoint = Checkpoint(path)
-        dialect, name, unsupported = recognize(checkpoint)
-        return describe(checkpoint, dialect, name, unsupported)
-    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: a header, the index or config.json is damaged ({type(error).__name__}: "
-            f"{error}). `billfish verify {path}` names the file; copy it again."
-        ) from None
+    checkpoint = Checkpoint(path)
+    return describe(checkpoint, *recognize(checkpoint))
 
 
 def describe(

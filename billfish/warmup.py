@@ -17,8 +17,8 @@ from billfish.errors import UserError
 from billfish.kernels import cache, jit
 from billfish.kernels.device import gpu
 from billfish.models.hf import Checkpoint
+from billfish.models.packed import by_module, measure, recognize
 from billfish.schemes.w4a16 import W4A16, cuda
-from billfish.survey import by_module, measure, recognize
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

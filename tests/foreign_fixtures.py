@@ -4,6 +4,7 @@ import json
 
 import torch
 from safetensors.torch import save_file
+from tiny import character_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from billfish.formats import layout
@@ -18,7 +19,7 @@ GPTQ_META = {"quant_method": "gptq", "desc_act": False, "lm_head": False}
 
 def tiny_config(**changes):
     values = {
-        "vocab_size": 96,
+        "vocab_size": 128,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -127,6 +128,7 @@ def write_checkpoint(path, model, canonical, schemes, config, dtype=torch.float1
         "quantization_config": config,
     }
     (path / "config.json").write_text(json.dumps(content))
+    character_tokenizer().save_pretrained(path)
     return tensors
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from foreign_fixtures import write_case
+from tiny import character_tokenizer
 from tiny_checkpoint import all_tensors, edit_json, tiny_llama
 
 from billfish.driver import Request, quantize
@@ -29,6 +30,7 @@ def model():
 def dense(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("dense") / "model"
     model.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
     return path
 
 

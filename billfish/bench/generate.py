@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +34,9 @@ from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.kernels.device import gpu
-from billfish.models.hf import read_config
+from billfish.models.hf import Checkpoint
 from billfish.models.load import load
+from billfish.models.match import model_config
 from billfish.schemes.w4a16 import W4A16
 
 Result = dict[str, Any]
@@ -76,8 +76,7 @@ class Run:
                 shell = random_model.skeleton(self.config, torch.float16)
                 random_model.planned_bytes(shell, W4A16(group_size=request.group_size))  # refuses
         else:
-            read_config(Path(request.model))  # tells what is wrong with a directory
-            self.config = transformers.AutoConfig.from_pretrained(request.model)
+            self.config = model_config(Checkpoint(request.model))
         context = getattr(self.config, "max_position_embeddings", math.inf)
         if request.tokens > context:
             raise UserError(

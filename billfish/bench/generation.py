@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from billfish.compute import DTYPES, compute_dtype, name_of
 from billfish.models.hf import stored_dtype
 from billfish.models.linear import QuantLinear
+from billfish.models.load import load_model
 
 
 @dataclass
@@ -53,7 +53,7 @@ def compare(
     """Medians, ratios (above 1: the packed model is faster) and every round."""
     chosen = compute_dtype(stored_dtype(packed), "cpu", dtype)
     models = {
-        name: AutoModelForCausalLM.from_pretrained(path, dtype=chosen)
+        name: load_model(path, chosen)
         for name, path in (("original", original), ("packed", packed))
     }
     size = models["original"].config.vocab_size

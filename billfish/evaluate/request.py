@@ -6,7 +6,6 @@ running models or of how results are shown.
 
 import hashlib
 import importlib.metadata
-import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from billfish.evaluate.tasks import (
     read_rows,
     task_bytes,
 )
+from billfish.models.config import read_json
 
 DTYPES = ("auto", *compute.DTYPES)
 
@@ -98,17 +98,12 @@ def data_hashes(request: EvalRequest) -> list[dict[str, Any]]:
 def read_quantization_report(model: str | Path) -> dict[str, Any] | None:
     """What the quantizer wrote beside the weights, as it is; None where there is nothing."""
     path = Path(model) / "quantization_report.json"
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}). Quantize again to write it anew, or remove it."
-        ) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object. Quantize again, or remove it.")
-    return content
+        return read_json(path)
+    except UserError as error:
+        raise UserError(f"{error} Quantize again to write it anew, or remove it.") from None
 
 
 def bytes_on_disk(path: str | Path) -> int:

@@ -1,7 +1,7 @@
 """One evaluation: a model, perhaps its baseline, some tasks -> a dict that JSON can hold.
 
 One model is in memory at a time, unless KL is asked for, which needs both. Checkpoints are loaded
-by transformers, offline and without remote code; packed ones load the same way. Non-finite numbers
+as every command loads them (models/load.py). Non-finite numbers
 become None: JSON has no other word for them. Knows nothing of how the result is shown.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from billfish.compute import compute_dtype, device_of, name_of
 from billfish.errors import UserError
@@ -39,7 +38,9 @@ from billfish.evaluate.request import (
     versions,
 )
 from billfish.evaluate.tasks import TASKS, read_text, run_task
-from billfish.models.hf import stored_dtype
+from billfish.models.hf import Checkpoint, stored_dtype
+from billfish.models.load import load_model, load_tokenizer, refuse_foreign, rows_of
+from billfish.models.match import model_config
 
 __all__ = ["EvalRequest", "evaluate"]
 
@@ -87,9 +88,7 @@ def evaluate(request: EvalRequest, say: Say | None = None) -> dict[str, Any]:
     data = data_hashes(request)
     quantization = read_quantization_report(request.model)
     seqlen = request.seqlen or min(
-        default_seqlen(
-            AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-        )
+        default_seqlen(model_config(Checkpoint(path)))
         for path in (request.model, request.baseline)
         if path is not None
     )
@@ -165,21 +164,13 @@ def _run_both(request: EvalRequest, seqlen: int, say: Say) -> Measured:
 def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Loaded:
     say(f"loading {path}")
     where = device_of(request.device)
-    # Explicit, so that no later default can make an evaluation run code from a checkpoint or wait
-    # for a network.
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(path), trust_remote_code=False, local_files_only=True
-    )
+    tokenizer = load_tokenizer(path)
     ids = {
         name: windows(tokenizer, read_text(name, request.data_dir), seqlen)[: request.limit]
         for name in request.texts
     }
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(path),
-        dtype=compute_dtype(stored_dtype(path), where, request.dtype),
-        trust_remote_code=False,
-        local_files_only=True,
-    )
+    model = load_model(path, compute_dtype(stored_dtype(path), where, request.dtype))
+    refuse_foreign(tokenizer, rows_of(model), path)
     return Loaded(model.to(where).eval(), tokenizer, ids)
 
 

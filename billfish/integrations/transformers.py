@@ -26,8 +26,10 @@ from billfish.errors import UserError
 from billfish.models.compressed import CompressedTensors
 from billfish.models.dialect import Dialect, refuse_unknown
 from billfish.models.foreign import read_dialect
-from billfish.models.hf import read_header
+from billfish.models.hf import Checkpoint, read_header
 from billfish.models.linear import QuantLinear
+from billfish.models.match import problems, refuse
+from billfish.models.packed import unpacked
 from billfish.schemes.w4a16 import W4A16, cuda
 
 METHOD = "billfish"
@@ -111,7 +113,8 @@ class BillfishQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         warn_if_slow(model.dtype, kwargs.get("device_map"))
-        held = tensor_dtypes(checkpoint_files or ())
+        self.files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
+        held = tensor_dtypes(self.files)
         parts: dict[str, dict[str, torch.dtype]] = {}
         for tensor, dtype in held.items():
             owner, _, part = tensor.rpartition(".")
@@ -145,6 +148,14 @@ class BillfishQuantizer(HfQuantizer):
             stored = StoredLinear(self.dialect, scheme, module, bias, parts.get(in_file, {}))
             replace_module(model, name, stored)
 
+    def _refuse_unread(self, model: Any) -> None:
+        """Raises if a tensor of the files is in no module. A class that the checkpoint does not
+        name, such as its base model alone, may leave some unread."""
+        if self.files and type(model).__name__ in (model.config.architectures or ()):
+            checkpoint = Checkpoint.of_files(self.files)
+            shapes, spare = unpacked(checkpoint, self.dialect)
+            refuse(checkpoint, problems(checkpoint, shapes, spare, type(model), model.config))
+
     def _name_in_file(self, name: str, prefix: str, held: Container[str]) -> str:
         """A model and its file may differ by the base model's prefix (LlamaModel, ForCausalLM)."""
         for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
@@ -169,6 +180,7 @@ class BillfishQuantizer(HfQuantizer):
             schemes[name] = linear.scheme  # type: ignore[assignment]
             replace_module(model, name, linear)
         refuse_random(model)
+        self._refuse_unread(model)
         if schemes:
             self._describe(model, schemes)
         return model
@@ -191,13 +203,7 @@ class BillfishQuantizer(HfQuantizer):
 
 
 def tensor_dtypes(files: Iterable[str]) -> dict[str, torch.dtype]:
-    """What the checkpoint holds; of anything but safetensors nothing is known beforehand."""
-    return {
-        name: entry.dtype
-        for file in files
-        if str(file).endswith(".safetensors")
-        for name, entry in read_header(Path(file)).items()
-    }
+    return {name: entry.dtype for f in files for name, entry in read_header(Path(f)).items()}
 
 
 def was_loaded(tensor: Tensor) -> bool:

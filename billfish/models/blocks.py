@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig
 
 from billfish.errors import UserError
-from billfish.models.checkpoint import first_nonfinite
+from billfish.formats.spec import first_nonfinite
 from billfish.models.hf import Checkpoint
+from billfish.models.match import architecture, model_config, problems, refuse
+from billfish.models.packed import recognize
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -259,23 +259,17 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
-    """The model class that config.json names, without weights."""
-    names = checkpoint.config.get("architectures") or []
-    model_class = getattr(transformers, names[0], None) if names else None
-    if model_class is None:
-        raise UserError(
-            f"{checkpoint.path}: architecture {names[0] if names else 'not given'!r} is not in "
-            f"transformers {transformers.__version__}."
-        )
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    """The model class that config.json names, without weights, once the tensors fit it."""
+    model_class, config = architecture(checkpoint), model_config(checkpoint)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
-    if hasattr(config, "quantization_config"):
+    if checkpoint.config.get("quantization_config") is not None:
         raise UserError(
-            f"{checkpoint.path}: is quantized already "
-            f"({config.quantization_config.get('quant_method')}). "
+            f"{checkpoint.path}: is quantized already ({recognize(checkpoint)[1]}). "
             "Start from the original, or use `billfish convert` to change its format."
         )
+    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
+    refuse(checkpoint, problems(checkpoint, shapes, model_class=model_class, config=config))
     with _EmptyOnMeta():
         return model_class._from_config(config)
 

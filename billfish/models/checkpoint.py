@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from billfish.errors import UserError
+from billfish.formats.spec import first_nonfinite
 from billfish.models.hf import INDEX, Checkpoint, read_header, read_json
 
 MANIFEST = "billfish_manifest.json"
@@ -120,14 +120,6 @@ def write_manifest(target: Path) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def first_nonfinite(name: str, tensor: Tensor) -> str | None:
-    """Why a float tensor is unusable: names the first NaN or Inf, or None."""
-    if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
-        return None
-    where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
-    return f"{name} holds {tensor[where].item()} at {list(where)}"
 
 
 def check_manifest(path: Path) -> list[str]:

@@ -204,11 +204,14 @@ def _read_group(name: str, group: Config, model_format: object) -> W4A16:
         )
     if weights.get("dynamic"):
         raise UserError(f"{where} has dynamic weight scales, which is not supported.")
+    order = weights.get("actorder")
+    if not isinstance(order, str | bool | None):
+        raise UserError(f"{where} has actorder {order!r}; expected a name or null.")
     return W4A16(
         bits=integer(weights, "num_bits"),
         group_size=_read_group_size(where, weights),
         symmetric=flag(weights, "symmetric", True),
-        has_g_idx=weights.get("actorder") in ("group", "dynamic", True),
+        has_g_idx=order in ("group", "dynamic", True),
     )
 
 

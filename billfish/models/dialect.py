@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from billfish.errors import UserError
-from billfish.formats.spec import TensorSpec
+from billfish.formats.spec import TensorSpec, first_nonfinite
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16 import W4A16
 
 Config = Mapping[str, Any]
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Dialect(Protocol):
@@ -55,8 +56,12 @@ class Dialect(Protocol):
 
 
 def check_stored(dialect: Dialect, scheme: W4A16, stored: Tensors, n: int, k: int) -> None:
-    """Raises where a tensor is missing or is not what `dialect.stored` says."""
+    """Raises where a tensor is missing, is not what `dialect.stored` says, or is not finite."""
+    if n < 1 or k < 1:
+        raise UserError(f"its size is {n} x {k}. The tensor that says so is damaged.")
     dtype = next((t.dtype for t in stored.values() if t.is_floating_point()), torch.float16)
+    if dtype not in SCALES:
+        raise UserError(f"its scales have dtype {dtype}; expected 16 or 32 bits.")
     for name, spec in dialect.stored(scheme, n, k, dtype).items():
         if name not in stored:
             if name in dialect.optional:
@@ -71,6 +76,10 @@ def check_stored(dialect: Dialect, scheme: W4A16, stored: Tensors, n: int, k: in
                 f"{name} {problem} for a {n} x {k} layer stored as {dialect.name} with {scheme}. "
                 "The file and its config.json do not belong together."
             )
+        if not stored[name].is_meta:
+            nonfinite = first_nonfinite(name, stored[name])
+            if nonfinite:
+                raise UserError(f"{nonfinite}; such a layer cannot be used. Make the model again.")
 
 
 def refuse_unknown(dialect: Dialect, scheme: W4A16, found: Iterable[str]) -> None:

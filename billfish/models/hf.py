@@ -1,14 +1,12 @@
 """A Hugging Face checkpoint directory as named tensors, read one at a time.
 
-Every shard's header is checked against the file's length when the directory is opened, so that a
-missing or truncated shard is an error at the start and not after hours. Refuses pickles and remote
-code. Knows nothing of quantization.
+The one reader of every command. What config.json, the index and the headers say is judged when the
+directory is opened (config.py, header.py), so that a missing, truncated or hostile file is an error
+at the start and not after hours. Refuses pickles and remote code. Knows nothing of quantization.
 """
 
-import json
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from billfish.errors import UserError
+from billfish.models.config import CONFIG, read_config, read_json, walk
+from billfish.models.header import DTYPES, Entry, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER = 100 * 2**20  # the safetensors format's own limit
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Entry:
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
+PARTS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of a distributed checkpoint
+# Keys that say how many modules there are: each is an object to build, whatever its size.
+COUNTS = re.compile(r"(^|_)(n|num|encoder|decoder)_(\w+_)?(layer|expert|block|group|stage)s?$")
 
 
 class Checkpoint:
@@ -43,33 +32,50 @@ class Checkpoint:
         self.path = Path(path)
         self.config = read_config(self.path)
         self.entries: dict[str, Entry] = {}
-        for file, names in self._files().items():
+        self._open(self._files())
+        check_counts(self.path / CONFIG, self.config, self.entries)
+
+    @classmethod
+    def of_files(cls, files: Sequence[str]) -> "Checkpoint":
+        """Shards of one directory that somebody else has chosen, and no config."""
+        made = cls.__new__(cls)
+        made.path, made.config, made.entries = Path(files[0]).parent, {}, {}
+        made._open({Path(file).name: [] for file in files})
+        return made
+
+    def _open(self, files: dict[str, list[str]]) -> None:
+        for file, names in files.items():
             header = read_header(self.path / file)
-            for name in names if names is not None else header:
+            for name in names:
                 if name not in header:
                     raise UserError(
                         f"{self.path / file}: the index says it holds {name!r}, it does not. "
                         "The checkpoint is incomplete: download or copy it again."
                     )
-                self.entries[name] = header[name]
+            for name in header:
+                if name in self.entries:
+                    raise UserError(
+                        f"{self.path / file}: holds {name!r}, and so does "
+                        f"{self.entries[name].file}: which of the two counts is not said."
+                    )
+            self.entries |= header
 
-    def _files(self) -> dict[str, list[str] | None]:
-        """Shard -> names the index expects there (None: all that is in it)."""
-        index = self.path / INDEX
+    def _files(self) -> dict[str, list[str]]:
+        """Shard -> names the index expects there."""
+        parts = next((p.name for p in self.path.iterdir() if PARTS.fullmatch(p.name)), None)
+        if parts:
+            raise UserError(f"{self.path / parts}: part of a distributed checkpoint; refused.")
+        index, single = self.path / INDEX, self.path / SINGLE
+        if index.exists() and single.exists():
+            raise UserError(
+                f"{self.path}: has {SINGLE} and {INDEX}; readers differ in which they take. "
+                "Remove the one that is not meant."
+            )
         if index.exists():
-            files: dict[str, list[str] | None] = {}
-            for name, file in read_json(index).get("weight_map", {}).items():
-                if Path(file).name != file:
-                    raise UserError(f"{index}: {file!r} leaves the directory; refused.")
-                names = files.setdefault(file, [])
-                assert names is not None
-                names.append(name)
-            return files
-        if (self.path / SINGLE).exists():
-            return {SINGLE: None}
-        pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(
-            p.name for p in self.path.glob("*.pt*")
-        )
+            return read_index(index)
+        if single.exists():
+            return {SINGLE: []}
+        pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(self.path.glob(end))]
         found = f" It has {', '.join(pickles[:3])}: pickles can run code and are refused; "
         raise UserError(
             f"{self.path}: neither {SINGLE} nor {INDEX} is there."
@@ -97,76 +103,47 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a local directory; remote code is refused."""
-    if not path.is_dir():
-        raise UserError(
-            f"{path}: no such directory. Give a local Hugging Face checkpoint "
-            "(config.json and *.safetensors)."
-        )
-    file = path / "config.json"
-    if not file.exists():
-        raise UserError(f"{path}: has no config.json, so it is not a Hugging Face checkpoint.")
-    config = read_json(file)
-    if config.get("auto_map"):
-        raise UserError(
-            f"{path}: its config.json asks for remote code "
-            f"(auto_map: {', '.join(config['auto_map'])}); "
-            "Billfish never runs code from a checkpoint. Use a model class that transformers ships."
-        )
-    return config
+def read_index(index: Path) -> dict[str, list[str]]:
+    """Shard -> names; shards are plain names of safetensors files in the same directory."""
+    weight_map = read_json(index, once=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: its weight_map names no tensor. Copy it again.")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            raise UserError(
+                f"{index}: {name!r} is said to be in {file!r}, which is no name of a file in this "
+                "directory; refused."
+            )
+        if not file.endswith(".safetensors"):
+            raise UserError(f"{index}: {name!r} is said to be in {file}, which is no safetensors.")
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def check_counts(file: Path, config: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Before a model is built: no config may ask for more modules than there are tensors, or rows
+    in one of them (experts are often fused)."""
+    most = max([len(entries), *(size for entry in entries.values() for size in entry.shape)])
+    for where, key, value in walk(config):
+        if not COUNTS.search(key) or type(value) is not int:
+            continue
+        if value > (len(entries) if "layer" in key else most):
+            raise UserError(
+                f"{file}: {where} is {value}, and the files hold {len(entries)} tensors with "
+                f"{most} rows at most. They do not belong together."
+            )
 
 
 def stored_dtype(path: Path | str) -> torch.dtype:
     """Of a checkpoint's numbers: as its config.json says, else as the first of them are."""
     config = read_config(Path(path))
-    told = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    if isinstance(told, torch.dtype):
-        return told
+    told = config.get("dtype") or config.get("torch_dtype")
+    named = getattr(torch, str(told).removeprefix("torch."), None)
+    if isinstance(named, torch.dtype):
+        return named
     held = (entry.dtype for entry in Checkpoint(path).entries.values())
     return next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}).") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}.")
-    return content
-
-
-def read_header(path: Path) -> dict[str, Entry]:
-    """The table of contents of one safetensors file, checked against the file's length."""
-    if not path.exists():
-        raise UserError(f"{path}: this shard is named by the index and missing. Copy it again.")
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, MAX_HEADER):
-            raise UserError(f"{path}: truncated or not a safetensors file ({size} bytes).")
-        try:
-            raw = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UserError(f"{path}: its safetensors header is damaged.") from None
-    raw.pop("__metadata__", None)
-    entries, end = {}, 0
-    for name, item in raw.items():
-        if not isinstance(item, dict) or not {"dtype", "shape", "data_offsets"} <= set(item):
-            raise UserError(f"{path}: the header's entry for {name!r} is damaged.")
-        begin, stop = item["data_offsets"]
-        if item["dtype"] not in DTYPES:
-            raise UserError(f"{path}: {name!r} has dtype {item['dtype']}, which is not supported.")
-        entries[name] = Entry(path.name, DTYPES[item["dtype"]], tuple(item["shape"]), stop - begin)
-        end = max(end, stop)
-    if size != 8 + length + end:
-        raise UserError(
-            f"{path}: truncated: {size} bytes, its header asks for {8 + length + end}. "
-            "Copy it again."
-        )
-    return entries
 
 
 def resolve(model: str) -> Path:
@@ -185,3 +162,9 @@ def resolve(model: str) -> Path:
             f"{model}: no such directory here, and the hub does not give it "
             f"({type(error).__name__}). Check the path, the name or the network."
         ) from None
+
+
+__all__ = [
+    "DTYPES", "INDEX", "SINGLE", "Checkpoint", "Entry", "read_config", "read_header", "read_json",
+    "resolve", "stored_dtype",
+]  # fmt: skip

@@ -104,7 +104,7 @@ def test_one_model_is_in_memory_at_a_time(pair, data_dir, monkeypatch):
 
 def test_destroyed_model_is_reported_not_hidden(pair, checkpoint, data_dir):
     model = pair[2]
-    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    torch.nn.init.constant_(model.lm_head.weight, 3e38)  # finite; its logits are not
     path = checkpoint("destroyed", model)
     result = evaluate(EvalRequest(path, ("wikitext2",), pair[1], data_dir=data_dir, seqlen=32))
     assert result["tasks"][0]["model"]["value"] is None
@@ -146,7 +146,7 @@ def test_requests_are_refused_before_a_model_is_loaded(pair, data_dir, tmp_path,
     assert "no config.json" in refused(baseline=tmp_path)
     assert "not in the data directory" in refused(data_dir=tmp_path)
     (pair[0] / "quantization_report.json").write_text("{")
-    assert "is not JSON" in refused()
+    assert "not valid JSON" in refused()
     (pair[0] / "quantization_report.json").write_text("[]")
     assert "no JSON object" in refused()
 
