@@ -36,6 +36,7 @@ def verify(path: Path) -> dict[str, Any]:
     survey = Survey(path)
     survey.check_manifest()
     survey.check_tensors()
+    survey.check_kv()
     survey.check_tokenizer()
     return {"ok": not survey.problems, "checked": dict(survey.checked), "problems": survey.problems}
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from billfish.engine.calibrated import KV_FILE, read_kv
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 from billfish.models import checkpoint as files
@@ -217,6 +218,10 @@ class Survey(Checkpoint):
     @property
     def writes(self) -> bool:
         return any(name.endswith(WRITERS) for name in self.config.get("architectures") or ())
+
+    def check_kv(self) -> None:
+        if (self.path / KV_FILE).exists():
+            self.attempt(KV_FILE, lambda: read_kv(self.path / KV_FILE))
 
     def check_tokenizer(self) -> None:
         """A model that writes text is of no use without one. Others may never have had any; if a

@@ -775,6 +775,13 @@ def tokenizer_of_another_model(folder, rng):
     return "tokenizer"
 
 
+@damage(header=b"nonsense", none=b"")
+def kv_file(folder, rng, blob):
+    """What `quantize --kv kv4` stores beside the weights."""
+    (folder / "billfish_kv.safetensors").write_bytes(blob)
+    return "billfish_kv.safetensors"
+
+
 # -- dice
 
 

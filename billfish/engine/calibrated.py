@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from billfish.engine.cache import ChannelRange
 from billfish.engine.turn import TEXTS, TOKENS, Turn, calibrate
 from billfish.errors import UserError
+from billfish.formats.spec import first_nonfinite
 from billfish.models.decoder import Decoder
+from billfish.models.header import read_header
 
 KV_FILE = "billfish_kv.safetensors"  # `billfish quantize --kv kv4` writes it
 
@@ -20,7 +23,10 @@ def turn_of(source: Any, decoder: Decoder, tokenizer: Any, far: int) -> Turn:
     some seconds for SmolLM2 on a CPU, for texts of up to `far` tokens. `source` may be no path but
     a model."""
     if (file := _file(source)) is not None:
-        return Turn.from_tensors(load_file(file), decoder.shape).to(decoder.device)
+        try:
+            return Turn.from_tensors(read_kv(file), decoder.shape).to(decoder.device)
+        except RuntimeError:  # LinAlgError
+            raise UserError(f"{file}: kv_turn has no inverse. Calibrate again.") from None
     size = min(TOKENS, decoder.shape.context)
     if len(tokenizer):
         sample = resources.files("billfish").joinpath("data/sample_calibration.txt")
@@ -40,9 +46,20 @@ def stored_ranges(source: Any) -> ChannelRange:
             f"kv4-channel needs the ranges of K and V that a calibration finds, in {KV_FILE} of "
             "the checkpoint. `billfish quantize --kv kv4 --data FILE` writes it; kv4 needs none."
         )
-    return ChannelRange.from_tensors(load_file(file))
+    return ChannelRange.from_tensors(read_kv(file))
+
+
+def read_kv(file: Path) -> dict[str, Tensor]:
+    """The file's tensors, if it is whole and its numbers are finite."""
+    read_header(file)
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        problem = first_nonfinite(name, tensor)
+        if problem:
+            raise UserError(f"{file}: {problem}. Calibrate again: `billfish quantize --kv kv4`.")
+    return tensors
 
 
 def _file(source: Any) -> Path | None:
     file = Path(source) / KV_FILE if isinstance(source, str | Path) else None
-    return file if file is not None and file.is_file() else None
+    return file if file is not None and file.exists() else None

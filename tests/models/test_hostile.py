@@ -134,6 +134,14 @@ def test_a_baseline_is_read_as_the_model_is(whole, tmp_path, monkeypatch, capsys
     assert "pickles" in capsys.readouterr().err
 
 
+def test_the_calibration_of_the_cache(whole, tmp_path):
+    folder = Path(shutil.copytree(whole / "packed", tmp_path / "model"))
+    DAMAGES["kv_file_header"](folder, random.Random(1))
+    with pytest.raises(UserError, match="billfish_kv"):
+        LLM(folder, kv="kv4")
+    assert verify(folder)["problems"][0]["file"] == "billfish_kv.safetensors"
+
+
 def test_python_users_get_a_user_error(whole, tmp_path):
     folder, _ = damaged(whole, tmp_path, "dense", "tensor_deleted")
     with pytest.raises(UserError, match="would be random"):
