@@ -24,7 +24,7 @@ from billfish.models.dialect import Dialect
 from billfish.models.header import read_header
 from billfish.models.hf import INDEX, SINGLE, Checkpoint, check_counts
 from billfish.models.load import load_tokenizer, refuse_foreign
-from billfish.models.match import Problem, architecture, problems
+from billfish.models.match import Problem, architecture, check_generation, problems
 from billfish.models.packed import Layer, by_module, check_bias, measure, recognize
 
 JOB = ".billfish"  # the driver's state: there while a job is unfinished
@@ -213,6 +213,7 @@ class Survey(Checkpoint):
 
     def compare(self, shapes: dict[str, tuple[int, ...]], spare: set[str]) -> list[Problem]:
         named = architecture(self)
+        check_generation(self.path)
         return problems(self, shapes, spare, None if self.writes else named)
 
     @property

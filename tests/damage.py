@@ -310,6 +310,8 @@ def index(folder, rng, text):
     config="config.json",
     lost="model-09999-of-09999.safetensors",
     nul="a\0b.safetensors",
+    surrogate="\ud800.safetensors",
+    long="a" * 300 + ".safetensors",
     pickle="pytorch_model.bin",
 )
 def index_entry(folder, rng, value):

@@ -20,6 +20,7 @@ from billfish.errors import UserError
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 GENERATION = "generation_config.json"
+TEMPLATES = "additional_chat_templates"
 MAX_JSON = 100 * 2**20  # bytes; the largest tokenizer.json of today has 34 MB
 MAX_DEPTH = 64  # config.json has 8 levels at most, and transformers walks through it by recursion
 # What transformers reads of its own accord from the folder that it is given.
@@ -64,7 +65,10 @@ def parse(path: Path, text: bytes, once: bool = False) -> Any:
         return found
 
     try:
-        return json.loads(text.decode("utf8"), object_pairs_hook=unique if once else None)
+        content = json.loads(text.decode("utf8"), object_pairs_hook=unique if once else None)
+        if b"\\ud" in text.lower():  # half of a character, which nobody can print, is no UTF-8
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
@@ -103,10 +107,11 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path}: no such directory. Give a local Hugging Face checkpoint "
             "(config.json and *.safetensors)."
         )
-    for name in READ:
-        file = path / name
-        if file.exists() and not file.is_dir() and regular(file) > MAX_JSON:
-            raise UserError(f"{file}: larger than {MAX_JSON} bytes; refused.")
+    for folder in (path, path / TEMPLATES):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            size = regular(file) if file.exists() and not file.is_dir() else 0
+            if size > MAX_JSON and file.name in READ:
+                raise UserError(f"{file}: larger than {MAX_JSON} bytes; refused.")
     if (path / ADAPTER).exists():
         raise UserError(
             f"{path}: has {ADAPTER}, so it is an adapter of another model. Merge the two "
@@ -161,8 +166,10 @@ def _size(key: str, value: Any) -> str | None:
 
 
 def _token(key: str, value: Any) -> str | None:
-    wrong = key in TOKENS and not (value is None or isinstance(value, list) or type(value) is int)
-    return "it must be the number of a token" if wrong else None
+    if key not in TOKENS or value is None or isinstance(value, list):
+        return None
+    good = type(value) is int and -1 <= value <= MAX_SIZE  # -1: none, in old configs
+    return None if good else "it must be the number of a token"
 
 
 def _dtype(key: str, value: Any) -> str | None:

@@ -105,12 +105,16 @@ class Checkpoint:
 
 def read_index(index: Path) -> dict[str, list[str]]:
     """Shard -> names; shards are plain names of safetensors files in the same directory."""
-    weight_map = read_json(index, once=True).get("weight_map")
+    content = read_json(index, once=True)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: its weight_map names no tensor. Copy it again.")
+    if not isinstance(content.get("metadata"), dict):
+        raise UserError(f"{index}: has no metadata, which transformers needs. Copy it again.")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        plain = isinstance(file, str) and Path(file).name == file and len(file) <= 255
+        if not plain or not file.isprintable():
             raise UserError(
                 f"{index}: {name!r} is said to be in {file!r}, which is no name of a file in this "
                 "directory; refused."

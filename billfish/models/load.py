@@ -17,7 +17,14 @@ from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 from billfish.models.hf import Checkpoint, stored_dtype
 from billfish.models.linear import QuantLinear
-from billfish.models.match import architecture, cause, differences, problems, refuse
+from billfish.models.match import (
+    architecture,
+    cause,
+    check_generation,
+    differences,
+    problems,
+    refuse,
+)
 from billfish.models.packed import recognize, unpacked
 
 OWN = ("compressed-tensors", "gptq", "awq")  # of the others transformers may know some
@@ -82,6 +89,7 @@ def load_model(path: Path | str, dtype: torch.dtype) -> Any:
 def check(path: Path | str) -> Checkpoint:
     """A checkpoint whose tensors and modules match; from headers alone."""
     checkpoint = Checkpoint(path)
+    check_generation(checkpoint.path)
     if checkpoint.config.get("architectures"):
         architecture(checkpoint)
     dialect, method, unsupported = recognize(checkpoint)

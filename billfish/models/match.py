@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from logging import CRITICAL
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import transformers  # its classes only when they are needed: their import may b
 from transformers.utils import logging
 
 from billfish.errors import UserError
+from billfish.models.config import GENERATION
 from billfish.models.hf import Checkpoint
 
 POOLER = re.compile(r"\bpooler\b")  # which sentence-transformers leave out, as they do not use it
@@ -47,6 +49,15 @@ def model_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path / 'config.json'}: transformers {transformers.__version__} cannot "
             f"read it as model_type {kind!r}: {cause(error)}"
         ) from error
+
+
+def check_generation(path: Path) -> None:
+    """Raises where transformers cannot read generation_config.json, if there is one."""
+    if (path / GENERATION).exists():
+        try:
+            transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # as above
+            raise UserError(f"{path / GENERATION}: cannot be used: {cause(error)}") from error
 
 
 def problems(
