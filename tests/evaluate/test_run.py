@@ -148,7 +148,7 @@ def test_requests_are_refused_before_a_model_is_loaded(pair, data_dir, tmp_path,
     (pair[0] / "quantization_report.json").write_text("{")
     assert "not valid JSON" in refused()
     (pair[0] / "quantization_report.json").write_text("[]")
-    assert "no JSON object" in refused()
+    assert "expected a JSON object" in refused()
 
 
 def test_other_tokenizer_is_no_baseline(pair, data_dir):
