@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from billfish import cli_bench, cli_kernels, cli_serve, show, signals
-from billfish.cli_bench import Dtype, DtypeOption
+from billfish.cli_bench import Dtype, DtypeOption, Json
 from billfish.errors import Interrupted, UserError
 
 app = typer.Typer(
@@ -51,7 +51,6 @@ class Format(StrEnum):
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
 Dir = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Scheme = Annotated[SchemeName, typer.Option(help="What one weight becomes.")]
 MethodOption = Annotated[Method, typer.Option(help="How codes are chosen.")]
 Bits = Annotated[int, typer.Option(min=2, max=8, help="Bits of a weight; 4 or 8 as a rule.")]

@@ -27,6 +27,10 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Save = Annotated[
+    Path | None, typer.Option(help="Write the result to this file, while it grows, too: r.json.")
+]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="To compute in; auto: the model's, on a CPU fp32 if that is faster.")
 ]
@@ -40,7 +44,7 @@ def bench() -> None:
 
 
 @app.command(
-    epilog="Example: billfish bench kernels --shapes llama3-8b --m 1,16,64 --json k.json --plot ."
+    epilog="Example: billfish bench kernels --shapes llama3-8b --m 1,16,64 --save k.json --plot ."
 )
 def kernels(
     scheme: Annotated[str, typer.Option(help="What one weight is.")] = "w4a16",
@@ -64,9 +68,8 @@ def kernels(
         str, typer.Option(help="Launches: pdl (programmatic edges), plain, or both.")
     ] = "pdl,plain",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer replays, wider spread.")] = False,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    json_: Json = False,
+    save: Save = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw roofline.png and speedup.png into this directory.")
     ] = None,
@@ -75,7 +78,7 @@ def kernels(
         typer.Option(help="Draw other kernels' times too, a file like docs/bench/peers.json."),
     ] = None,
     from_: Annotated[
-        Path | None, typer.Option("--from", help="Show and draw an earlier --json; needs no GPU.")
+        Path | None, typer.Option("--from", help="Show and draw an earlier --save; needs no GPU.")
     ] = None,
 ) -> None:
     """Time the linears of a model, batch by batch, against cuBLAS and the roofline.
@@ -88,8 +91,8 @@ def kernels(
         raise UserError(f"--peers {peers}: is only drawn. Say where with --plot DIR, or drop it.")
     others = None if peers is None else read_peers(peers)
     if from_ is not None:
-        if json_ is not None:
-            raise UserError("--json writes what was measured; --from measures nothing. Drop one.")
+        if save is not None:
+            raise UserError("--save writes what was measured; --from measures nothing. Drop one.")
         result = read_result(from_)
         if plot is not None:
             pictures.need_matplotlib()
@@ -98,32 +101,29 @@ def kernels(
         if plot is not None:
             pictures.need_matplotlib()
             plot.mkdir(parents=True, exist_ok=True)
-        need_directory(json_)
-        result = _measure(request, quick, json_)
-    show_bench.kernels(result)
+        need_directory(save)
+        result = _measure(request, quick, save, json_)
+    present(result, json_, show_bench.kernels, save)
     failed = all(point["error"] for point in result["points"])
-    if json_ is not None:
-        show.out.print(f"written: {json_}", markup=False)
     if plot is not None and not failed:
         if others is not None and not pictures.peer_times(result, others):
             # Only known once measured, and no reason to lose the pictures.
             told = "no time of this card, shapes and batch sizes in float16, group 128, symmetric"
-            show.out.print(f"not drawn: {peers}, which has {told}", markup=False)
+            show.err.print(f"not drawn: {peers}, which has {told}", markup=False)
         for path in pictures.draw(result, plot, others):
-            show.out.print(f"drawn: {path}", markup=False)
+            show.err.print(f"drawn: {path}", markup=False)
     if failed:
         raise typer.Exit(1)  # every point has said why
 
 
-@app.command(epilog="Example: billfish bench tune --shapes llama3-8b --m 32,64,128 --json t.json")
+@app.command(epilog="Example: billfish bench tune --shapes llama3-8b --m 32,64,128 --save t.json")
 def tune(
-    json_: Annotated[
-        Path, typer.Option("--json", help="Write the table, with what was found, to this file.")
-    ],
+    save: Annotated[Path, typer.Option(help="Write the table, with what was found, to this file.")],
     shapes: Annotated[
         str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
     ] = "llama3-8b,llama3-70b",
     m: Annotated[str, typer.Option(help="Batch sizes, 17 and more.")] = "32,64,128,256,512,1024",
+    json_: Json = False,
 ) -> None:
     """Search the fastest cut of w4a16's batch kernel for each linear and batch size.
 
@@ -136,19 +136,14 @@ def tune(
     from billfish.schemes.w4a16 import batch
 
     sets, rows = parse_shapes(shapes), parse_rows(m)
-    need_directory(json_)
-    with show.status() as say:
+    need_directory(save)
+    with show.status(json_) as say:
         found = search.search(sets, rows, GraphCard(QUICK), QUICK, say)
-    for layer in found["layers"]:
-        rows_ = [[m, *cut, layer["us"][m]] for m, cut in layer["cuts"].items()]
-        columns = ["m", "tokens", "bands", "stripes", "us"]
-        show.table(f"\n{layer['k']} x {layer['n']}", columns, rows_)
-    table = search.merged(json.loads(batch.TABLE.read_text()), found)
-    json_.write_text(search.text(table))
-    show.out.print(f"written: {json_}", markup=False)
+    save.write_text(search.text(search.merged(json.loads(batch.TABLE.read_text()), found)))
+    present(found, json_, show_bench.tuned, save)
 
 
-@app.command(epilog="Example: billfish bench sustain --shapes 4096x28672 --m 16,1024 --json s.json")
+@app.command(epilog="Example: billfish bench sustain --shapes 4096x28672 --m 16,1024 --save s.json")
 def sustain(
     shapes: Annotated[
         str, typer.Option(help="K x N of linears, or models: 4096x28672,llama3-8b.")
@@ -157,9 +152,8 @@ def sustain(
     seconds: Annotated[
         int, typer.Option(help="Of each linear and batch size; cuBLAS gets a quarter of it.")
     ] = 60,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    json_: Json = False,
+    save: Save = None,
 ) -> None:
     """See whether w4a16 keeps its rate when the GPU runs for a minute and its clocks fall.
 
@@ -171,21 +165,19 @@ def sustain(
     request = _request("w4a16", shapes, m, "128", True, "float16", "auto", "pdl")
     if seconds < LEAST_SECONDS:
         raise UserError(f"--seconds {seconds}: give {LEAST_SECONDS} or more, to compare.")
-    need_directory(json_)
+    need_directory(save)
     rules = Rules()
     card = GraphCard(rules)
 
-    with show.status() as say:
-        result = Sustain(request, card, rules, seconds, say, keeper(json_)).measure()
-    show_bench.sustained(result)
-    if json_ is not None:
-        show.out.print(f"written: {json_}", markup=False)
+    with show.status(json_) as say:
+        result = Sustain(request, card, rules, seconds, say, keeper(save)).measure()
+    present(result, json_, show_bench.sustained, save)
     if all(point["error"] for point in result["points"]):
         raise typer.Exit(1)  # every point has said why
 
 
 @app.command(
-    epilog="Example: billfish bench generate --config llama3-8b --batch 1,16,64 --json g.json"
+    epilog="Example: billfish bench generate --config llama3-8b --batch 1,16,64 --save g.json"
 )
 def generate(
     model: Annotated[
@@ -224,14 +216,13 @@ def generate(
         int | None, typer.Option(help="Of a step; default: the engine's.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    json_: Json = False,
+    save: Save = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw tokens a second into this file: g.png.")
     ] = None,
     from_: Annotated[
-        Path | None, typer.Option("--from", help="Show and draw an earlier --json.")
+        Path | None, typer.Option("--from", help="Show and draw an earlier --save.")
     ] = None,
 ) -> None:
     """Measure how fast the engine writes, by weights, cache and batch size.
@@ -246,11 +237,11 @@ def generate(
 
     if plot is not None:
         need_matplotlib()
-    need_directory(json_)
+    need_directory(save)
     need_directory(plot, "--plot")
     if from_ is not None:
-        if json_ is not None or model or config:
-            raise UserError("--from measures nothing: drop it, or --json, --config and MODEL.")
+        if save is not None or model or config:
+            raise UserError("--from measures nothing: drop it, or --save, --config and MODEL.")
         result = read_result(from_, "generate")
     else:
         if (model is None) == (config is None):
@@ -273,17 +264,30 @@ def generate(
             group_size=group_size,
             max_batched_tokens=max_batched_tokens,
         )
-        with show.status() as say:
-            result = bench.Run(request, chosen, say, keeper(json_)).measure()
-    show_bench.generated(result)
-    if json_ is not None:
-        show.out.print(f"written: {json_}", markup=False)
+        with show.status(json_) as say:
+            result = bench.Run(request, chosen, say, keeper(save)).measure()
+    present(result, json_, show_bench.generated, save)
     if plot is not None:
         plot_generate.draw(result, plot)
-        show.out.print(f"drawn: {plot}", markup=False)
+        show.err.print(f"drawn: {plot}", markup=False)
 
 
-def need_directory(target: Path | None, option: str = "--json") -> None:
+def present(
+    result: dict[str, Any],
+    as_json: bool,
+    render: Callable[[dict[str, Any]], None],
+    saved: Path | None,
+) -> None:
+    """For people or as JSON on stdout; where files went, on stderr."""
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        render(result)
+    if saved is not None:
+        show.err.print(f"written: {saved}", markup=False)
+
+
+def need_directory(target: Path | None, option: str = "--save") -> None:
     if target is not None and not target.absolute().parent.is_dir():
         raise UserError(f"{option} {target}: there is no directory {target.absolute().parent}.")
 
@@ -316,14 +320,14 @@ def _request(
     )  # fmt: skip
 
 
-def _measure(request: Any, quick: bool, target: Path | None) -> dict[str, Any]:
+def _measure(request: Any, quick: bool, target: Path | None, quiet: bool) -> dict[str, Any]:
     from billfish.bench.kernels import Run
     from billfish.bench.timing import QUICK, GraphCard, Rules
 
     rules = QUICK if quick else Rules()
     card = GraphCard(rules)
 
-    with show.status() as say:
+    with show.status(quiet) as say:
         return Run(request, card, rules, say, keeper(target)).measure()
 
 
@@ -344,7 +348,7 @@ def read_result(path: Path, bench: str = "kernels") -> dict[str, Any]:
     if version != known or whose != bench:
         raise UserError(
             f"--from {path}: is no result of bench {bench} that this version reads "
-            f"(result_version {version}, not {known}; of bench {whose}). Measure again with --json."
+            f"(result_version {version}, not {known}; of bench {whose}). Measure again with --save."
         )
     return told
 

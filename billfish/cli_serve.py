@@ -117,9 +117,8 @@ def bench_serve(
         str | None, typer.Option(envvar="BILLFISH_API_KEY", help="If the server asks for one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Take another one to meet no cached prompt again.")] = 0,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    json_: cli_bench.Json = False,
+    save: cli_bench.Save = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw times against the rate into this file: s.png.")
     ] = None,
@@ -146,21 +145,19 @@ def bench_serve(
     )  # fmt: skip
     if plot is not None:
         need_matplotlib()
-    cli_bench.need_directory(json_)
+    cli_bench.need_directory(save)
     cli_bench.need_directory(plot, "--plot")
-    keep = cli_bench.keeper(json_)
-    with show.status() as say:
+    keep = cli_bench.keeper(save)
+    with show.status(json_) as say:
         if url is not None:
             result = measure(load, say, keep)
         else:
             result = _own(load, config or target or "", config is not None, variants,
                           max_num_seqs, device, dtype.value, say, keep)  # fmt: skip
-    show_bench.served(result)
-    if json_ is not None:
-        show.out.print(f"written: {json_}", markup=False)
+    cli_bench.present(result, json_, show_bench.served, save)
     if plot is not None:
         plot_serve.draw(result, plot)
-        show.out.print(f"drawn: {plot}", markup=False)
+        show.err.print(f"drawn: {plot}", markup=False)
     servers = result.get("servers", [result])
     if not any(point["completed"] for server in servers for point in server["points"]):
         raise typer.Exit(1)  # every point has said why

@@ -190,3 +190,10 @@ def _readings(told: Result | None) -> str:
     if not told:
         return "unknown"
     return f"{told['sm_mhz'] or '?'} MHz, {told['watts'] or '?'} W, {told['celsius'] or '?'} C"
+
+
+def tuned(result: Result) -> None:
+    columns = ["m", "tokens", "bands", "stripes", "us"]
+    for layer in result["layers"]:
+        rows = [[m, *cut, layer["us"][m]] for m, cut in layer["cuts"].items()]
+        table(f"\n{layer['k']} x {layer['n']}", columns, rows)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from tiny import write_checkpoint
 from typer.testing import CliRunner
 
@@ -45,6 +46,19 @@ def test_help_has_an_example_for_every_command():
     for command in COMMANDS:
         shown = runner.invoke(cli.app, [command, "--help"], prog_name="billfish")
         assert f"Example: billfish {command}" in shown.output
+
+
+def test_json_is_a_flag_of_every_command_but_serve():
+    def commands(group, path=()):
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from commands(command, (*path, name))
+            else:
+                yield (*path, name), command
+
+    for path, command in commands(typer.main.get_command(cli.app)):
+        flags = [param.is_flag for param in command.params if "--json" in param.opts]
+        assert flags == ([] if path == ("serve",) else [True]), path
 
 
 def test_importing_the_package_is_light():

@@ -321,7 +321,7 @@ def test_benches_obey(asked, half, packed, tmp_path, monkeypatch, capsys):
     written, config = tmp_path / "g.json", tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", **GROUPED, "num_hidden_layers": 2}))
     lengths = ["--input", "6", "--output", "5", "--rounds", "1", "--batch", "1"]
-    lengths += ["--group-size", "32", "--device", "cpu", "--dtype", asked, "--json", str(written)]
+    lengths += ["--group-size", "32", "--device", "cpu", "--dtype", asked, "--save", str(written)]
     name = {"bfloat16": "bf16", "float32": "fp32"}[asked]
     for source, first in (([str(half)], "stored"), (["--config", str(config)], name)):
         done = CliRunner().invoke(app, ["bench", "generate", *source, *lengths])

@@ -37,7 +37,7 @@ def need_matplotlib() -> None:
     except ImportError:
         raise UserError(
             "plots need matplotlib, which is not installed. pip install 'billfish[bench]' brings "
-            "it; or leave out --plot, write --json FILE, and draw from that file elsewhere."
+            "it; or leave out --plot, write --save FILE, and draw from that file elsewhere."
         ) from None
 
 

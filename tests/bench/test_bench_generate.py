@@ -237,7 +237,7 @@ def test_a_run_is_shown_written_and_drawn(config, tmp_path):
     written, picture = tmp_path / "g.json", tmp_path / "g.png"
     done = invoke(
         "--config", config, *SHORT, "--batch", "1,2,900", "--variants", "bf16+kv16,w4a16+kv4",
-        "--memory", "3MB", "--bandwidth", "0.01", "--json", written, "--plot", picture,
+        "--memory", "3MB", "--bandwidth", "0.01", "--save", written, "--plot", picture,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     for told in ("random weights", "6 tokens in, 5 out", "w4a16+kv4", "900 sequences", "x first"):
@@ -246,6 +246,8 @@ def test_a_run_is_shown_written_and_drawn(config, tmp_path):
     kept = json.loads(written.read_text())
     assert kept["complete"] and kept["bench"] == "generate" and kept["result_version"] == 1
     picture.unlink()
+    printed = invoke("--from", written, "--json")
+    assert printed.exit_code == 0 and json.loads(printed.stdout) == kept
     again = invoke("--from", written, "--plot", picture)
     assert again.exit_code == 0 and again.output.startswith("device") and picture.exists()
     assert "no result of bench generate" in refusal("--from", write(tmp_path, {}))
@@ -305,7 +307,7 @@ def test_pictures_are_lines_or_bars(config):
         (["--config", "llama3-8b", "--group-size", "0"], "1 or more"),
         (["--config", "llama3-8b", "--device", "cuda"], "billfish doctor"),
         (["--config", "llama3-8b", "--device", "tpu"], "known are auto"),
-        (["--config", "llama3-8b", "--json", "no/such/place.json"], "there is no directory"),
+        (["--config", "llama3-8b", "--save", "no/such/place.json"], "there is no directory"),
         (["--config", "llama3-8b", "--plot", "no/such/place.png"], "--plot"),
     ],
 )

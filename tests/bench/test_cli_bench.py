@@ -79,7 +79,7 @@ def test_help_has_an_example():
         (["--scheme", "w1"], "known are w4a16"),
         (["--dtype", "float32"], "known are float16"),
         (["--modes", "both"], "known are pdl, plain"),
-        (["--json", "no/such/place.json"], "there is no directory"),
+        (["--save", "no/such/place.json"], "there is no directory"),
         ([], "needs an NVIDIA GPU"),
     ],
 )
@@ -102,7 +102,7 @@ def test_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch, tmp
 def test_a_run_is_shown_written_and_drawn(card, tmp_path):
     written, pictures = tmp_path / "r.json", tmp_path / "pictures"
     done = invoke(
-        "--shapes", SHAPES, "--m", "1,4", "--op", "reference", "--quick", "--json", written,
+        "--shapes", SHAPES, "--m", "1,4", "--op", "reference", "--quick", "--save", written,
         "--plot", pictures,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -131,7 +131,7 @@ def test_results_that_cannot_be_read_are_refused(tmp_path):
     assert "99, not 1" in refusal("--from", path)
     path.write_text("[]")
     assert "no result" in refusal("--from", path)
-    assert "Drop one" in refusal("--from", path, "--json", path)
+    assert "Drop one" in refusal("--from", path, "--save", path)
 
 
 def test_a_run_in_which_nothing_worked_fails_and_says_why(card, tmp_path):

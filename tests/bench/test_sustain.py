@@ -215,8 +215,8 @@ def test_help_has_an_example():
         (["--shapes", "100x64"], "group size 128 does not divide k = 100"),
         (["--seconds", "1"], "--seconds 1: give 2 or more"),
         (["--seconds", "-60"], "give 2 or more"),
-        (["--json", "no/such/place.json"], "there is no directory"),
-        (["--json", "s.json"], "needs an NVIDIA GPU"),
+        (["--save", "no/such/place.json"], "there is no directory"),
+        (["--save", "s.json"], "needs an NVIDIA GPU"),
     ],
 )
 def test_refusals_say_what_is_wrong(monkeypatch, tmp_path, args, told):
@@ -227,7 +227,7 @@ def test_refusals_say_what_is_wrong(monkeypatch, tmp_path, args, told):
     assert told in str(done.exception) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("args", [["--seconds", "1"], ["--json", "no/such/place.json"]])
+@pytest.mark.parametrize("args", [["--seconds", "1"], ["--save", "no/such/place.json"]])
 def test_nothing_is_measured_before_a_refusal(card, monkeypatch, tmp_path, args):
     monkeypatch.chdir(tmp_path)
     assert isinstance(invoke("--shapes", "128x64", *args).exception, UserError)
@@ -236,7 +236,7 @@ def test_nothing_is_measured_before_a_refusal(card, monkeypatch, tmp_path, args)
 
 def test_a_run_is_shown_and_written(card, tmp_path):
     written = tmp_path / "s.json"
-    done = invoke("--shapes", "128x64", "--m", "4", "--seconds", "20", "--json", written)
+    done = invoke("--shapes", "128x64", "--m", "4", "--seconds", "20", "--save", written)
     assert done.exit_code == 0, done.output
     kept = json.loads(written.read_text())
     assert kept["complete"] and len(kept["points"]) == 1 and not list(tmp_path.glob("*.tmp"))
@@ -249,7 +249,7 @@ def test_a_run_is_shown_and_written(card, tmp_path):
 
 def test_bench_kernels_refuses_the_file(card, tmp_path):
     written = tmp_path / "s.json"
-    assert invoke("--shapes", "128x64", "--seconds", "2", "--json", written).exit_code == 0
+    assert invoke("--shapes", "128x64", "--seconds", "2", "--save", written).exit_code == 0
     done = CliRunner().invoke(cli_bench.app, ["kernels", "--from", str(written)])
     assert isinstance(done.exception, UserError) and "sustain 1, not 1" in str(done.exception)
 

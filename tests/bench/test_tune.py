@@ -49,6 +49,6 @@ def test_tokens_that_other_kernels_take(rows):
 
 
 def test_no_gpu_is_said_before_anything_else(tmp_path):
-    done = CliRunner().invoke(app, ["bench", "tune", "--json", str(tmp_path / "t.json")])
+    done = CliRunner().invoke(app, ["bench", "tune", "--save", str(tmp_path / "t.json")])
     assert done.exit_code != 0
     assert not (tmp_path / "t.json").exists()

@@ -31,7 +31,7 @@ def test_times_are_those_of_vllm():
 def test_a_run(server, tmp_path):
     pytest.importorskip("matplotlib")
     target, picture = tmp_path / "s.json", tmp_path / "s.png"
-    options = f"--rate 50,inf --requests 12 --input 5-20 --output 4-9 --json {target}"
+    options = f"--rate 50,inf --requests 12 --input 5-20 --output 4-9 --save {target}"
     arguments = ["bench", "serve", server.url, *options.split(), "--plot", str(picture)]
     found = CliRunner().invoke(app, arguments)
     assert found.exit_code == 0, found.output
@@ -55,7 +55,7 @@ def test_servers_of_its_own(tmp_path):
         "max_position_embeddings": 512,
     }))  # fmt: skip
     options = f"--config {config} --variants fp32+kv16,fp32+kv8 --device cpu --rate 40 --requests 6"
-    lengths = f"--input 8 --output 8 --json {target} --plot {picture}"
+    lengths = f"--input 8 --output 8 --save {target} --plot {picture}"
     found = CliRunner().invoke(app, ["bench", "serve", *options.split(), *lengths.split()])
     assert found.exit_code == 0, found.output
     assert "over HTTP" in found.output and picture.stat().st_size > 10_000
