@@ -42,6 +42,10 @@ class LinearName:
     k: int
 
 
+RECURRENT = ("mamba", "time_mix")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 class _Caught(Exception):
     """Raised by a hook to leave a forward pass once it has seen what it came for."""
 
@@ -285,15 +289,33 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if best is None:
         raise UserError(f"{type(model).__name__} has no list of blocks; nothing to stream.")
     _, name, blocks = best
-    for parameter_name, parameter in blocks.named_parameters():
-        if parameter.ndim == 3:
-            raise UserError(
-                f"{type(model).__name__} is a mixture of experts with fused weights "
-                f"({name}.{parameter_name}, {tuple(parameter.shape)}); only experts that are plain "
-                "linears can be quantized for now."
-            )
-    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
+    reason = _unlike_linears(model, name, blocks)
+    if reason:
         raise UserError(
-            f"{type(model).__name__}: its blocks ({name}) hold no nn.Linear: nothing to quantize."
+            f"{type(model).__name__}: {reason}. Only attention and plain linears can be quantized "
+            "for now."
         )
     return name, blocks
+
+
+def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str | None:
+    """What the blocks compute with besides linears, where that is weights of three dimensions; or
+    that there are no linears."""
+    config = getattr(model, "config", None)
+    for path, module in blocks.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim != 3:
+                continue
+            where = f"{name}.{path}.{leaf}, {tuple(parameter.shape)}"
+            if isinstance(module, nn.Conv1d) or any(sign in where for sign in RECURRENT):
+                return (
+                    f"its blocks hold recurrent layers, of a state-space model or alike ({where})"
+                )
+            if any(getattr(config, key, None) for key in EXPERTS):
+                return f"it is a mixture of experts, whose weights are fused ({where})"
+            return f"its blocks hold weights of three dimensions ({where})"
+    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
+        kinds = sorted({type(module).__name__ for module in blocks.modules()} & {"Conv1D"})
+        but = " but Conv1D, GPT-2's, which store weights transposed" if kinds else ""
+        return f"its blocks ({name}) hold no nn.Linear{but}"
+    return None

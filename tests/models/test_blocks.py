@@ -6,7 +6,7 @@ import transformers
 from tiny import ARCHITECTURES, write_checkpoint
 
 from billfish.errors import UserError
-from billfish.models.blocks import StreamedModel
+from billfish.models.blocks import StreamedModel, find_blocks
 from billfish.models.fold import fold_source
 from billfish.models.hf import Checkpoint
 from billfish.models.passes import anatomy
@@ -95,6 +95,28 @@ def test_fused_experts_are_refused_with_a_sentence(tmp_path):
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
     with pytest.raises(UserError, match="mixture of experts"):
         stream(tmp_path / "moe")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("MambaForCausalLM", "hold recurrent layers, of a state-space model"),
+        ("RwkvForCausalLM", "hold recurrent layers"),
+        ("Qwen3NextForCausalLM", "hold recurrent layers"),
+        ("MixtralForCausalLM", "it is a mixture of experts, whose weights are fused"),
+        ("JetMoeForCausalLM", "it is a mixture of experts"),
+        ("XLNetLMHeadModel", "weights of three dimensions"),
+        ("GPT2LMHeadModel", "hold no nn.Linear but Conv1D"),
+    ],
+)
+def test_each_family_is_refused_for_its_own_reason(architecture, reason):
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class()
+    config.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = model_class(config)
+    with pytest.raises(UserError, match=f"{architecture}: .*{reason}"):
+        find_blocks(model)
 
 
 def test_what_cannot_be_streamed_is_refused(tmp_path):
