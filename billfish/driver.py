@@ -35,12 +35,12 @@ from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.compressed import write_config
 from billfish.models.hf import Checkpoint, read_json, stored_dtype
+from billfish.models.unfinished import JOB, SETTINGS
 from billfish.provenance import data_digest, sampled_digest, versions
 from billfish.request import Progress, Request
 from billfish.schemes.w4a16.quantize import NEEDS_DATA, Solved
 from billfish.streaming import Writes, return_freed_memory
 
-JOB = ".billfish"
 REPORT = "quantization_report.json"
 # That pass a block together. A CPU's products are at their best with these, and what is added and
 # multiplied between them still fits a cache; a GPU wants more.
@@ -145,7 +145,7 @@ class Job:
     def open(self, resume: bool) -> bool:
         """Make or find the output directory; True if it is finished already."""
         manifest, report = self.output / files.MANIFEST, self.output / REPORT
-        ours, finished = (self.state / "job.json").exists(), manifest.exists()
+        ours, finished = (self.state / SETTINGS).exists(), manifest.exists()
         if not resume and self.output.exists():
             if not (ours or finished or not any(self.output.iterdir())):
                 raise UserError(
@@ -160,7 +160,7 @@ class Job:
             shutil.rmtree(self.state, ignore_errors=True)  # killed between the manifest and this
             return True
         elif ours:
-            self._same_job(read_json(self.state / "job.json"))
+            self._same_job(read_json(self.state / SETTINGS))
             for leftover in self.output.rglob("*" + files.TEMPORARY):
                 leftover.unlink()
             return False
@@ -171,7 +171,7 @@ class Job:
             )
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
-        files.write_json(self.state / "job.json", self.fingerprint())
+        files.write_json(self.state / SETTINGS, self.fingerprint())
         return False
 
     def _untouched(self) -> bool:

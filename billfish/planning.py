@@ -18,6 +18,7 @@ from billfish.costs import Linear, estimate
 from billfish.driver import Job
 from billfish.errors import UserError
 from billfish.models.hf import Checkpoint, read_json
+from billfish.models.unfinished import SETTINGS
 from billfish.request import Request
 from billfish.schemes.w4a16 import W4A16
 
@@ -201,7 +202,7 @@ def model_degrees(job: Job, linears: list[Linear]) -> dict[str, Any]:
 def warnings(job: Job, estimates: dict[str, Any]) -> list[str]:
     """What may stop the job although nothing refuses it, a sentence each."""
     said = [job.warning] if job.warning else []
-    output, state = job.output, job.state / "job.json"
+    output, state = job.output, job.state / SETTINGS
     if state.exists():
         job._same_job(read_json(state))
         said.append(f"{output}: holds an unfinished job of this request; quantize goes on with it.")

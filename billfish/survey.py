@@ -26,8 +26,8 @@ from billfish.models.hf import INDEX, SINGLE, Checkpoint, check_counts
 from billfish.models.load import load_tokenizer, refuse_foreign
 from billfish.models.match import Problem, architecture, check_generation, problems
 from billfish.models.packed import Layer, by_module, check_bias, measure, recognize
+from billfish.models.unfinished import JOB
 
-JOB = ".billfish"  # the driver's state: there while a job is unfinished
 COUNTED = ("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters")
 WRITERS = ("ForCausalLM", "LMHeadModel")
 T = TypeVar("T")

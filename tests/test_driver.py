@@ -16,12 +16,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, character_tokenizer, write_checkpoint
 
+import billfish
 from billfish import driver
+from billfish.convert import convert
 from billfish.driver import JOB, Request, quantize
 from billfish.errors import UserError
+from billfish.evaluate.run import EvalRequest, evaluate
+from billfish.inspection import inspect
 from billfish.models import checkpoint as files
 from billfish.models.hf import Checkpoint
 from billfish.models.linear import QuantLinear
+from billfish.models.load import load
+from billfish.planning import plan
 from billfish.schemes.w4a16 import W4A16
 
 SMALL = {"nsamples": 8, "seqlen": 64}
@@ -234,6 +240,22 @@ def stop_before_the_end(monkeypatch, wanted):
         patch.setattr(driver.Job, "_finish", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize(wanted)
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "eval", "engine", "convert", "plan"])
+def test_an_unfinished_job_is_called_so(tmp_path, llama, text, monkeypatch, command):
+    out = tmp_path / "out"
+    stop_before_the_end(monkeypatch, request(llama, out, text, method="rtn"))
+    doors = {
+        "inspect": lambda: inspect(out),
+        "generate": lambda: load(out),
+        "eval": lambda: evaluate(EvalRequest(out)),
+        "engine": lambda: billfish.LLM(out),
+        "convert": lambda: convert(out, tmp_path / "converted", "gptq"),
+        "plan": lambda: plan(Request(out, tmp_path / "again")),
+    }
+    with pytest.raises(UserError, match=r"unfinished job of `billfish quantize`, 3 .*same command"):
+        doors[command]()
 
 
 def test_an_unfinished_job_of_another_kind_is_not_mixed(tmp_path, llama, text, monkeypatch):

@@ -22,6 +22,7 @@ from billfish.evaluate.tasks import (
     task_bytes,
 )
 from billfish.models.config import read_json
+from billfish.models.unfinished import unfinished
 
 DTYPES = ("auto", *compute.DTYPES)
 
@@ -76,7 +77,8 @@ def check_request(request: EvalRequest) -> None:
     for role, path in (("model", request.model), ("baseline", request.baseline)):
         if path is not None and not (Path(path) / "config.json").is_file():
             raise UserError(
-                f"{role} {path}: there is no config.json. Give the directory of a checkpoint, "
+                unfinished(Path(path))
+                or f"{role} {path}: there is no config.json. Give the directory of a checkpoint, "
                 "with config.json, tokenizer files and *.safetensors."
             )
     for name in request.zero_shot:

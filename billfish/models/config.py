@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from billfish.errors import UserError
+from billfish.models.unfinished import unfinished
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -119,7 +120,8 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     file = path / CONFIG
     if not file.exists():
-        raise UserError(f"{path}: has no config.json, so it is not a Hugging Face checkpoint.")
+        told = f"{path}: has no config.json, so it is not a Hugging Face checkpoint."
+        raise UserError(unfinished(path) or told)
     config = read_json(file)
     if config.get("auto_map"):
         raise UserError(
