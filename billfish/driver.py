@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from billfish import groups
 from billfish.calibrate import BlockJob
@@ -35,6 +34,7 @@ from billfish.models import checkpoint as files
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.compressed import write_config
 from billfish.models.hf import Checkpoint, read_json, stored_dtype
+from billfish.models.load import load_tokenizer, refuse_foreign, rows_of
 from billfish.models.unfinished import JOB, SETTINGS
 from billfish.provenance import data_digest, sampled_digest, versions
 from billfish.request import Progress, Request
@@ -225,12 +225,13 @@ class Job:
         if not self.reads:
             return None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            tokenizer = load_tokenizer(request.model)
+        except UserError as error:
             raise UserError(
-                f"{request.model}: no tokenizer can be loaded from it ({error}). --method "
-                f"{request.method} needs one for its calibration text; rtn without --kv does not."
+                f"{error} --method {request.method} needs it for its calibration text; rtn without "
+                "--kv does not."
             ) from None
+        refuse_foreign(tokenizer, rows_of(self.model.model), request.model)
         if request.kv is not None:
             check_kv(self.model.model, tokenizer, request.data, request.seed)
         if not NEEDS_DATA[request.method]:

@@ -12,11 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from billfish.calibration import Calibration
 from billfish.compute import name_of
 from billfish.costs import Linear, estimate
 from billfish.driver import Job
-from billfish.errors import UserError
 from billfish.models.hf import Checkpoint, read_json
 from billfish.models.unfinished import SETTINGS
 from billfish.request import Request
@@ -30,7 +28,7 @@ def plan(request: Request) -> dict[str, Any]:
     """Raises what the job would raise; writes nothing."""
     source = Checkpoint(request.model)
     job = Job(request, source)
-    data = calibration_data(job)
+    data = job._calibration()
     linears = find_linears(job)
     rows = [layer_row(job, linear) for linear in linears]
     sizes = result_bytes(job)
@@ -67,18 +65,6 @@ def plan(request: Request) -> dict[str, Any]:
         "estimates": estimates,
         "warnings": warnings(job, estimates),
     }  # fmt: skip
-
-
-def calibration_data(job: Job) -> Calibration | None:
-    try:
-        return job._calibration()
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{job.request.model}: its tokenizer cannot be loaded ({str(error).splitlines()[0]}) "
-            f"--method {job.request.method} needs it for calibration text; --method rtn does not."
-        ) from None
 
 
 # -- layers
