@@ -738,6 +738,7 @@ def tokenizer_missing(folder, rng):
     deep=(nested(),),
     model='{"version": "1.0", "model": {"type": "Nonsense"}}',
     vocab='{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": 7}}',
+    id_huge='{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 4294967295}}}',
     added=(
         '{"version": "1.0", "added_tokens": [{"id": -1, "content": 7}], '
         '"model": {"type": "WordLevel", "vocab": {}, "unk_token": "u"}}',

@@ -62,6 +62,8 @@ class StoredLinear(nn.Module):
         self.n, self.k, self.dtype = linear.out_features, linear.in_features, linear.weight.dtype
         self.bias_expected = linear.bias is not None
         for name, spec in dialect.stored(scheme, self.n, self.k, self.dtype).items():
+            if name in dialect.optional and name not in dtypes:
+                continue  # transformers would say that it is missing, and random
             if spec.dtype.is_floating_point:
                 spec = replace(spec, dtype=dtypes.get(name, spec.dtype))
             self.register_buffer(name, spec.empty("meta"))

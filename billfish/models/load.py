@@ -15,6 +15,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from billfish.compute import compute_dtype, device_of
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
+from billfish.models.config import read_json
 from billfish.models.hf import Checkpoint, stored_dtype
 from billfish.models.linear import QuantLinear
 from billfish.models.match import (
@@ -28,6 +29,7 @@ from billfish.models.match import (
 from billfish.models.packed import recognize, unpacked
 
 OWN = ("compressed-tensors", "gptq", "awq")  # of the others transformers may know some
+MOST_TOKENS = 2**24  # today's largest vocabularies have 2**18
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -104,6 +106,7 @@ def check(path: Path | str) -> Checkpoint:
 
 def load_tokenizer(path: Path | str) -> Any:
     """The tokenizer of a checkpoint directory; a sentence for whatever may be wrong with it."""
+    check_ids(Path(path) / TOKENIZERS[0])
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
@@ -120,6 +123,25 @@ def load_tokenizer(path: Path | str) -> Any:
             f"{path}: no tokenizer can be loaded from it: {what} ({cause(error)}). Copy the "
             "tokenizer's files again from the original model."
         ) from error
+
+
+def check_ids(file: Path) -> None:
+    """The tokenizers library counts up to the largest id, and ends the process once memory does."""
+    if not file.exists():
+        return
+    content = read_json(file)
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            ids[str(token.get("content"))] = token.get("id")
+    for token, number in ids.items():
+        if not isinstance(number, int) or not 0 <= number < MOST_TOKENS:
+            raise UserError(
+                f"{file}: {token!r} has the id {number!r}; ids are whole numbers below "
+                f"{MOST_TOKENS}. Copy it again from the original model."
+            )
 
 
 def refuse_foreign(tokenizer: Any, rows: int, path: Path | str) -> None:

@@ -39,6 +39,7 @@ DENSE = """
     irregular_fifo_tokenizer irregular_socket_tokenizer irregular_directory_config
     irregular_dangling_weights pickles_alone adapter generation_deep generation_list
     generation_eos tokenizer_missing tokenizer_not_json tokenizer_vocab tokenizer_deep
+    tokenizer_id_huge
     tokenizer_config_list tokenizer_of_another_model
 """.split()  # noqa: SIM905
 QUANTIZED = """
@@ -57,6 +58,7 @@ NAMED = {
     "key_num_attention_heads_three": "attention heads", "key_rope_parameters_nan": "rope_theta",
     "key_model_type_other": "GPT2", "irregular_dangling_weights": "safetensors",
     "generation_eos": "eos_token_id", "tokenizer_config_list": "tokenizer",
+    "tokenizer_id_huge": "4294967295",
     "quantization_deleted": "weight", "quant_method_unknown": "nonsense",
     "quant_method_gptq": "pack-quantized", "quant_method_list": "quant_method",
     "weights_num_bits_zero": "bits", "weights_num_bits_negative": "bits",
