@@ -239,7 +239,7 @@ def evaluate(
     """Measure quality against the original: perplexity, KL divergence, zero-shot tasks.
 
     Tasks: sample (shipped text), wikitext2, piqa, arc_easy, arc_challenge, hellaswag, winogrande,
-    lambada.
+    lambada, or the path of a .txt (perplexity).
     """
     from billfish.evaluate.report import write_report
     from billfish.evaluate.run import EvalRequest

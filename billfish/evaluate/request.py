@@ -20,6 +20,7 @@ from billfish.evaluate.tasks import (
     check_names,
     read_rows,
     task_bytes,
+    task_of,
 )
 from billfish.models.config import read_json
 from billfish.models.unfinished import unfinished
@@ -43,7 +44,7 @@ class EvalRequest:
 
     @property
     def texts(self) -> list[str]:
-        return [name for name in self.tasks if isinstance(TASKS[name], TextTask)]
+        return [name for name in self.tasks if isinstance(task_of(name), TextTask)]
 
     @property
     def zero_shot(self) -> list[str]:
@@ -90,7 +91,7 @@ def data_hashes(request: EvalRequest) -> list[dict[str, Any]]:
     return [
         {
             "task": name,
-            "file": TASKS[name].file or "sample_eval.txt",
+            "file": task_of(name).file or "sample_eval.txt",
             "sha256": hashlib.sha256(task_bytes(name, request.data_dir)).hexdigest(),
         }
         for name in request.tasks

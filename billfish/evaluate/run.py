@@ -37,7 +37,7 @@ from billfish.evaluate.request import (
     read_quantization_report,
     versions,
 )
-from billfish.evaluate.tasks import TASKS, read_text, run_task
+from billfish.evaluate.tasks import read_text, run_task, task_of
 from billfish.models.hf import Checkpoint, stored_dtype
 from billfish.models.load import load_model, load_tokenizer, refuse_foreign, rows_of
 from billfish.models.match import model_config
@@ -228,7 +228,7 @@ def _entry(name: str, measured: Measured) -> dict[str, Any]:
         recovery = ratio_of_means([(score.observations, baseline.observations)])
     return {
         "name": name,
-        "title": TASKS[name].title,
+        "title": task_of(name).title,
         "kind": "text" if text else "zero_shot",
         "metric": score.metric,
         "higher_is_better": not text,

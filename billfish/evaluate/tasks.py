@@ -166,17 +166,28 @@ TASKS: dict[str, TextTask | ZeroShotTask] = {
 }
 
 
+def task_of(name: str) -> TextTask | ZeroShotTask:
+    """One of TASKS, or a text of the user's own, named by its path."""
+    return TASKS.get(name) or TextTask(title=Path(name).name, file=name)
+
+
 def check_names(names: tuple[str, ...]) -> None:
-    unknown = [name for name in names if name not in TASKS]
+    unknown = [name for name in names if name not in TASKS and not name.endswith(".txt")]
     if unknown:
-        raise UserError(f"unknown task {', '.join(unknown)}. Tasks: {', '.join(TASKS)}.")
+        raise UserError(
+            f"unknown task {', '.join(unknown)}. Tasks: {', '.join(TASKS)}, or a path to a .txt."
+        )
 
 
 def data_file(name: str, data_dir: str | Path | None) -> Path | None:
     """Where a task's data lies; None for the text inside the package. Raises if it is missing."""
-    task = TASKS[name]
+    task = task_of(name)
     if task.file is None:
         return None
+    if name not in TASKS:
+        if not Path(name).is_file():
+            raise UserError(f"task {name}: there is no such text file.")
+        return Path(name)
     looks = (
         f"UTF-8 JSON lines, one object a line, such as {task.row}"
         if isinstance(task, ZeroShotTask)

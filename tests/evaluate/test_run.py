@@ -124,6 +124,14 @@ def test_dtype_and_shipped_sample(pair, tmp_path, monkeypatch):
     assert "quantization" not in result and "lm-eval" not in result["versions"]
 
 
+def test_a_text_of_the_users_own_is_a_task(pair, data_dir):
+    own = str(data_dir / "wikitext2_test.raw.txt")
+    result = evaluate(EvalRequest(pair[0], ("wikitext2", own), data_dir=data_dir, limit=2))
+    known, given = (task["model"]["value"] for task in result["tasks"])
+    assert given == known and result["tasks"][1]["title"] == "wikitext2_test.raw.txt"
+    assert result["data"][0]["sha256"] == result["data"][1]["sha256"]
+
+
 def test_requests_are_refused_before_a_model_is_loaded(pair, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_load", lambda *args: pytest.fail("a model was loaded"))
 
@@ -134,6 +142,7 @@ def test_requests_are_refused_before_a_model_is_loaded(pair, data_dir, tmp_path,
         return str(caught.value)
 
     assert "unknown task mmlu" in refused(tasks=("mmlu",))
+    assert "no such text file" in refused(tasks=("./nothing.txt",))
     assert "no task" in refused(tasks=())
     assert "once" in refused(tasks=("piqa", "piqa"))
     assert "limit 0" in refused(limit=0)
