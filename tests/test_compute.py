@@ -34,7 +34,6 @@ from billfish.errors import UserError
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.generate import Sampling, generate
 from billfish.integrations import transformers as integration
-from billfish.kv import calibrate_kv
 from billfish.models.load import load
 from billfish.server import run as server
 
@@ -246,8 +245,7 @@ class TestNothingMultipliesIn16Bits:
         speak(request.getfixturevalue(name), kv)
 
     def test_calibration_of_the_cache(self, packed, text, tmp_path):
-        quantize(job(packed.parent / "source", tmp_path / "out", text, method="rtn"))
-        calibrate_kv(tmp_path / "out", text, 0)
+        quantize(job(packed.parent / "source", tmp_path / "out", text, method="rtn", kv="kv4"))
         speak(tmp_path / "out", "kv4-channel")
 
     def test_bench_generate(self, tmp_path, packed):

@@ -9,7 +9,7 @@ import pytest
 from tiny import write_checkpoint
 
 from billfish import cli, signals
-from billfish.models import hf
+from billfish.models import config
 
 COMMANDS = {
     "quantize": ["quantize", "{model}", "--output", "{out}"],
@@ -36,13 +36,13 @@ def test_each_ends_with_its_code(command, number, tmp_path, monkeypatch, capsys)
     places = {"model": write_checkpoint(tmp_path / "model"), "out": tmp_path / "out"}
     arguments = [word.format(**places) for word in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", ["billfish", *arguments])
-    real = hf.read_json
+    real = config.read_json
 
     def read(*args):
         os.kill(os.getpid(), number)
         return real(*args)
 
-    monkeypatch.setattr(hf, "read_json", read)
+    monkeypatch.setattr(config, "read_json", read)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == (75 if command == "quantize" else 128 + number)
