@@ -55,8 +55,7 @@ class Writes:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What has begun is finished whatever made us leave; after a failure nothing is begun.
-        self._pool.shutdown(cancel_futures=kind is not None)
+        self._pool.shutdown()  # what was given is written, whatever made us leave
         if kind is None:
             for future in self._given:
                 future.result()

@@ -29,6 +29,7 @@ from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 from billfish.planning import plan
 from billfish.schemes.w4a16 import W4A16
+from billfish.streaming import Writes
 
 SMALL = {"nsamples": 8, "seqlen": 64}
 SCHEME = W4A16(bits=4, group_size=32)
@@ -131,6 +132,36 @@ def test_a_job_stopped_at_any_write_ends_in_the_same_bytes(
         quantize(out, on_progress=lambda told, seen=seen: seen.append(told.block))
         assert contents(out.output) == expected, writes[stop - 1]
         assert min(seen, default=ready) == ready  # finished blocks are not done again
+
+
+@pytest.mark.parametrize(("saved", "stop"), [((), 2), ((1,), 3), ((1, 3), 4)])
+def test_a_job_that_saves_few_activations_ends_in_the_same_bytes(
+    tmp_path, text, monkeypatch, saved, stop
+):
+    """As on a GPU: writes behind its back, and activations only behind some blocks."""
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
+    quantize(request(source, tmp_path / "whole", text))
+
+    class Seldom(Writes):
+        def __init__(self, at_once):
+            super().__init__(at_once=False)
+            self.blocks = iter(range(6))
+
+        may_be_large = property(lambda self: next(self.blocks) in saved)
+
+    def interrupt(told):
+        if told.linear is None and told.block == stop:
+            raise KeyboardInterrupt
+
+    stopped = request(source, tmp_path / "stopped", text)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "Writes", Seldom)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(stopped, on_progress=interrupt)
+    seen = []
+    quantize(stopped, on_progress=lambda told: seen.append(told.block))
+    assert seen[0] == max((block + 1 for block in saved), default=0)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
 def run_cli(*args, **options):
