@@ -27,7 +27,7 @@ register_when_imported()
 def __getattr__(name: str) -> Any:
     """The doors on first use: they import torch and transformers, which takes seconds."""
     if name == "quantize":
-        from billfish.driver import quantize
+        from billfish.offline.driver import quantize
 
         return quantize
     if name == "load":

@@ -2,14 +2,14 @@
 
 import sys
 
-from billfish import signals
+from billfish.cli import signals
 from billfish.errors import Interrupted
 
 
 def main() -> None:
     signals.catch()
     try:
-        from billfish.cli import main as run
+        from billfish.cli.app import main as run
 
         run()
     except Interrupted as stopped:  # while it was imported

@@ -8,6 +8,11 @@ prints it as it is, without a traceback, and exits with 1.
 class UserError(ValueError):
     """The input cannot be used; the message says why and what to do."""
 
+    def __init__(self, message: str, part: str | None = None) -> None:
+        """`part`: the tensor of a layer that it is about, without the layer's name."""
+        super().__init__(message)
+        self.part = part
+
 
 class Interrupted(BaseException):
     """Ctrl-C or SIGTERM. Not an Exception, so that no library on the way mistakes it for one."""

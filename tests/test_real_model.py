@@ -8,13 +8,14 @@ import torch
 from demo import smollm2
 
 from billfish import LLM, SamplingParams
-from billfish.compute import cpu_type
-from billfish.driver import Request, quantize
+from billfish.checkpoints.verify import verify
 from billfish.evaluate.run import EvalRequest, evaluate
-from billfish.generate import Sampling, generate
-from billfish.inspection import verify
+from billfish.models.compute import cpu_type
+from billfish.models.generate import Sampling, generate
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
 
 
@@ -29,7 +30,11 @@ def packed(original):
     for method in ("rtn", "gptq"):
         output[method] = original.parent / method
         scheme = W4A16(bits=4, group_size=64)
-        quantize(Request(original, output[method], scheme, method=method, nsamples=16, seqlen=256))
+        quantize(
+            QuantizeRequest(
+                original, output[method], scheme, method=method, nsamples=16, seqlen=256
+            )
+        )
     return output
 
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from billfish.models.checkpoint import MANIFEST
+from billfish.checkpoints.write import MANIFEST
 
 
 def tiny_llama(**changes):

@@ -25,19 +25,18 @@ import transformers
 
 from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
-from billfish.bench.variants import DENSE, Request, Variant, type_of
-from billfish.compute import name_of
+from billfish.bench.variants import DENSE, GenerateRequest, Variant, type_of
+from billfish.checkpoints.match import model_config
+from billfish.checkpoints.read import Checkpoint
 from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS, apart
-from billfish.engine.cache import FORMATS
 from billfish.engine.core import Engine, RequestOutput
+from billfish.engine.kv.cache import FORMATS
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.kernels.device import gpu
-from billfish.models.hf import Checkpoint
+from billfish.models.compute import name_of
 from billfish.models.load import load
-from billfish.models.match import model_config
-from billfish.schemes.w4a16 import W4A16
 
 Result = dict[str, Any]
 RESULT_VERSION = 1
@@ -53,7 +52,7 @@ class Run:
 
     def __init__(
         self,
-        request: Request,
+        request: GenerateRequest,
         device: torch.device,
         say: Callable[[str], None] = lambda message: None,
         keep: Callable[[Result], None] = lambda result: None,
@@ -72,9 +71,9 @@ class Run:
             )
         if request.random:
             self.config = random_model.config_of(request.model)
-            if any(variant.weights == W4A16.name for variant in request.variants):
+            for scheme in {request.scheme(variant) for variant in request.variants} - {None}:
                 shell = random_model.skeleton(self.config, torch.float16)
-                random_model.planned_bytes(shell, W4A16(group_size=request.group_size))  # refuses
+                random_model.planned_bytes(shell, scheme)  # refuses
         else:
             self.config = model_config(Checkpoint(request.model))
         context = getattr(self.config, "max_position_embeddings", math.inf)
@@ -185,7 +184,7 @@ class Run:
         if not self.request.random:
             return load(self.request.model, self.request.dtype, str(self.device))
         dtype = DENSE.get(variant.weights) or type_of(self.device, self.request.dtype)
-        scheme = None if variant.weights in DENSE else W4A16(group_size=self.request.group_size)
+        scheme = self.request.scheme(variant)
         model = random_model.skeleton(self.config, dtype)
         planned = random_model.planned_bytes(model, scheme)
         if planned >= (self.memory or math.inf):  # before memory is filled in vain
@@ -334,7 +333,4 @@ def facts(device: torch.device) -> Result:
 
 
 def _way_out(told: str) -> str:
-    return (
-        f"{told}. Raise --memory, shorten --input or --output, or take fewer bits "
-        f"({W4A16.name}, kv4)."
-    )
+    return f"{told}. Raise --memory, shorten --input or --output, or take fewer bits (w4a16, kv4)."

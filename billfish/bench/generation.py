@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from billfish.compute import DTYPES, compute_dtype, name_of
-from billfish.models.hf import stored_dtype
+from billfish.checkpoints.read import stored_dtype
+from billfish.models.compute import DTYPES, compute_dtype, name_of
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load_model
 

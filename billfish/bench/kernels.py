@@ -24,16 +24,14 @@ from torch import Tensor
 from billfish.bench.shapes import Linear, ShapeSet
 from billfish.bench.timing import MODES, Card, Rules
 from billfish.errors import UserError
-from billfish.schemes.base import LinearOp, Scheme, choose
-from billfish.schemes.w4a16 import W4A16
+from billfish.schemes import DEFAULT, SCHEMES
+from billfish.schemes.base import LinearOp, Scheme
+from billfish.schemes.registry import choose_op, ops_of, with_options
 from billfish.version import __version__
 
 Result = dict[str, Any]
 RESULT_VERSION = 1
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-MAKERS: dict[str, Callable[[int, bool], Scheme]] = {
-    W4A16.name: lambda group_size, symmetric: W4A16(4, group_size, symmetric),
-}
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,10 @@ def peaks_of(name: str, ceilings: Result) -> Peaks:
 
 
 @dataclass(frozen=True)
-class Request:
+class KernelRequest:
     sets: tuple[ShapeSet, ...]
     rows: tuple[int, ...]  # every m
-    scheme: str = "w4a16"
+    scheme: str = DEFAULT
     group_sizes: tuple[int, ...] = (128,)
     symmetric: bool = True
     dtypes: tuple[str, ...] = ("float16",)
@@ -80,7 +78,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for given, known, what in (
-            ((self.scheme,), tuple(MAKERS), "scheme"),
+            ((self.scheme,), tuple(SCHEMES), "scheme"),
             (self.dtypes, tuple(DTYPES), "dtype"),
             (self.modes, MODES, "mode"),
         ):
@@ -94,16 +92,16 @@ class Request:
                 self.make_scheme(group_size).tensors(linear.n, linear.k, torch.float16)
 
     def make_scheme(self, group_size: int) -> Scheme:
-        return MAKERS[self.scheme](group_size, self.symmetric)
+        return with_options(self.scheme, group_size=group_size, symmetric=self.symmetric)
 
     def refuse(self, device: torch.device) -> None:
         """Raises if an op would not run on `device`, before anything is measured."""
         for group_size in self.group_sizes:
             scheme = self.make_scheme(group_size)
-            if device.type == "cuda" and self.op == scheme.ops()[-1].name:
+            if device.type == "cuda" and self.op == ops_of(scheme)[-1].name:
                 raise UserError(f"op {self.op!r} is the oracle: it is not for measuring.")
             for linear in (linear for made in self.sets for linear in made.linears):
-                choose(scheme, linear.n, linear.k, device, self.op)
+                choose_op(scheme, linear.n, linear.k, device, self.op)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Run:
 
     def __init__(
         self,
-        request: Request,
+        request: KernelRequest,
         card: Card,
         rules: Rules,
         say: Callable[[str], None] = lambda message: None,
@@ -241,10 +239,10 @@ class Run:
 
     def _ops(self, linear: Linear, variant: Variant) -> list[LinearOp]:
         scheme, k, n = self.request.make_scheme(variant.group_size), linear.k, linear.n
-        make = choose(scheme, n, k, self.device, self.request.op)
+        make = choose_op(scheme, n, k, self.device, self.request.op)
         ops: list[LinearOp] = []
         while not ops or len(ops) < self.rules.copies(ops[0].nbytes(), self.rules.least_copies):
-            tensors = random_tensors(scheme, linear, DTYPES[variant.dtype], self.generator)
+            tensors = scheme.random_tensors(n, k, DTYPES[variant.dtype], self.generator)
             ops.append(make(scheme, tensors))
         return ops
 
@@ -341,23 +339,6 @@ def figures(point: Result, mode: str) -> Result:
         "speedup": cublas["median"] / median if cublas else None,
         "ideal_speedup": point["cublas_floor_us"] / point["floor_us"],
     }
-
-
-def random_tensors(
-    scheme: Scheme, linear: Linear, dtype: torch.dtype, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Canonical tensors of random codes and small positive scales, made where they are used."""
-    tensors = {}
-    for name, spec in scheme.tensors(linear.n, linear.k, dtype).items():
-        made = spec.empty(generator.device)
-        if name == "weight_shape":
-            made = torch.tensor([linear.n, linear.k], dtype=spec.dtype, device=generator.device)
-        elif spec.dtype.is_floating_point:
-            made.uniform_(0.005, 0.015, generator=generator)
-        else:
-            made.random_(-(2**31), 2**31, generator=generator)
-        tensors[name] = made
-    return tensors
 
 
 def circumstances(card: Result) -> Result:

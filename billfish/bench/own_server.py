@@ -18,11 +18,11 @@ from billfish.bench import serve
 from billfish.bench.generate import Run
 from billfish.bench.random_model import numbered
 from billfish.bench.serve import Load, Result, Say
-from billfish.bench.variants import Request, Variant
-from billfish.compute import device_of
+from billfish.bench.variants import GenerateRequest, Variant
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError
+from billfish.models.compute import device_of
 from billfish.server.run import Settings, bind, run
 
 ALONE, ROUNDS = (64, 256), 5  # tokens in and out of the single text, and how often it is written
@@ -31,7 +31,7 @@ SECONDS = 600  # to load and to compile
 
 @dataclass(frozen=True)
 class Own:
-    request: Request  # of it only what is about the model
+    request: GenerateRequest  # of it only what is about the model
     device: str
     tokens: int  # of a prompt and its text, at most
     sequences: int

@@ -16,16 +16,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from billfish.bench.kernels import random_tensors
-from billfish.bench.shapes import SETS, Linear
+from billfish.bench.shapes import SETS
+from billfish.checkpoints.read import read_config, read_json
 from billfish.errors import UserError
-from billfish.models.hf import read_config, read_json
 from billfish.models.linear import QuantLinear
-from billfish.schemes.w4a16 import W4A16, cuda
-
-STD = 0.02  # of dense weights: what 80 layers add up stays far below what fp16 can hold
-# Codes are uniform, 4.6 steps from their mean; scales of random_tensors are 0.01 on average.
-SHRINK = STD / (4.6 * 0.01)
+from billfish.schemes.base import STD, Scheme
+from billfish.schemes.registry import compile_kernels
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def planned_bytes(model: Any, scheme: W4A16 | None) -> int:
+def planned_bytes(model: Any, scheme: Scheme | None) -> int:
     """What the weights of a skeleton will take; raises where the scheme does not fit a linear."""
     total: int = sum(parameter.nbytes for parameter in model.parameters())
     for _, linear in _packed(model, scheme):
@@ -145,14 +141,14 @@ def planned_bytes(model: Any, scheme: W4A16 | None) -> int:
 
 def fill(
     model: Any,
-    scheme: W4A16 | None,  # of the linears, but lm_head; None: dense
+    scheme: Scheme | None,  # of the linears, but lm_head; None: dense
     device: torch.device,
     say: Callable[[str], None] = lambda message: None,
 ) -> None:
     """Gives a skeleton its weights."""
     generator = torch.Generator(device).manual_seed(0)
-    if scheme is not None and device.type == "cuda":
-        cuda.prepare([scheme], model.dtype, device, say)
+    if scheme is not None:
+        compile_kernels([scheme], model.dtype, device, say)
     for name, linear in list(_packed(model, scheme)):
         assert scheme is not None
         parent, _, child = name.rpartition(".")
@@ -188,7 +184,7 @@ def read_bytes(model: Any) -> int:
     return total
 
 
-def _packed(model: Any, scheme: W4A16 | None) -> Iterator[tuple[str, nn.Linear]]:
+def _packed(model: Any, scheme: Scheme | None) -> Iterator[tuple[str, nn.Linear]]:
     """What checkpoints of the scheme hold packed: linears of the blocks."""
     if scheme is not None:
         for name, module in model.named_modules():
@@ -196,16 +192,11 @@ def _packed(model: Any, scheme: W4A16 | None) -> Iterator[tuple[str, nn.Linear]]
                 yield name, module
 
 
-def _quantized(linear: nn.Linear, scheme: W4A16, generator: torch.Generator) -> QuantLinear:
+def _quantized(linear: nn.Linear, scheme: Scheme, generator: torch.Generator) -> QuantLinear:
     n, k = linear.weight.shape
     dtype = linear.weight.dtype
     made = QuantLinear(scheme, n, k, linear.bias is not None, dtype, "meta")
-    tensors = random_tensors(scheme, Linear("", k, n), dtype, generator)
-    scale = tensors["weight_scale"]
-    # Codes less 8 have the mean -1/2: in 32 layers that alone grows past fp16. Signs cancel it.
-    sign = torch.randint(0, 2, scale.shape, generator=generator, device=scale.device) * 2 - 1
-    scale.mul_(sign * SHRINK)
-    made.set_tensors(tensors)
+    made.set_tensors(scheme.random_tensors(n, k, dtype, generator))
     made.arrange()
     return made
 

@@ -16,7 +16,7 @@ import torch
 
 from billfish.bench.kernels import (
     DTYPES,
-    Request,
+    KernelRequest,
     Result,
     Run,
     Variant,
@@ -38,7 +38,7 @@ class Sustain(Run):
 
     def __init__(
         self,
-        request: Request,
+        request: KernelRequest,
         card: Card,
         rules: Rules,
         seconds: int,

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from billfish.bench.shapes import words
-from billfish.compute import DTYPES, compute_dtype
-from billfish.engine.cache import FORMATS
+from billfish.engine.kv.cache import FORMATS
 from billfish.errors import UserError
-from billfish.schemes.w4a16 import W4A16
+from billfish.models.compute import DTYPES, compute_dtype
+from billfish.schemes import DEFAULT, SCHEMES
+from billfish.schemes.base import Scheme
+from billfish.schemes.registry import with_options
 
 DENSE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STORED = "stored"  # as a checkpoint holds them
-WEIGHTS = (*DENSE, W4A16.name, STORED)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     model: str  # a checkpoint directory; if random a model's name, a config.json or its directory
     random: bool
     variants: tuple[Variant, ...]
@@ -58,7 +59,7 @@ class Request:
             if self.random and variant.weights == STORED:
                 raise UserError(
                     f"variant {variant}: a random model has no stored weights. Take one of "
-                    f"{', '.join(WEIGHTS[:-1])}, or leave out --config and --random."
+                    f"{', '.join(weights_known()[:-1])}, or leave out --config and --random."
                 )
             if not self.random and variant.weights != STORED:
                 raise UserError(
@@ -66,11 +67,22 @@ class Request:
                     f"{STORED}+{variant.kv}; or take --random, for its shape alone."
                 )
         if self.random:
-            W4A16(group_size=self.group_size)  # refuses what is no group size
+            for variant in self.variants:
+                self.scheme(variant)  # refuses what is no group size
+
+    def scheme(self, variant: Variant) -> Scheme | None:
+        """Of a random model's linears; None: dense."""
+        if variant.weights not in SCHEMES:
+            return None
+        return with_options(variant.weights, group_size=self.group_size)
 
     @property
     def tokens(self) -> int:  # of one sequence, prompt and text
         return self.input + self.output
+
+
+def weights_known() -> tuple[str, ...]:
+    return (*DENSE, *SCHEMES, STORED)
 
 
 def type_of(device: torch.device, dtype: str = "auto") -> torch.dtype:
@@ -84,18 +96,19 @@ def usual(random: bool, device: torch.device, dtype: str = "auto") -> str:
     if not random:
         return f"{STORED}+kv16"
     own = next(name for name, known in DENSE.items() if known == type_of(device, dtype))
-    return f"{own}+kv16,{W4A16.name}+kv16"
+    return f"{own}+kv16,{DEFAULT}+kv16"
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
     """ "fp16+kv16,w4a16+kv4" -> variants, each once, in the order given."""
     found: dict[Variant, None] = {}
+    known = weights_known()
     for word in words(text):
         weights, _, kv = word.partition("+")
-        if weights not in WEIGHTS or kv not in FORMATS:
+        if weights not in known or kv not in FORMATS:
             raise UserError(
                 f"variant {word!r}: is weights+cache, such as w4a16+kv4. Weights: "
-                f"{', '.join(WEIGHTS)}; cache: {', '.join(FORMATS)}."
+                f"{', '.join(weights_known())}; cache: {', '.join(FORMATS)}."
             )
         found[Variant(weights, kv)] = None
     if not found:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from billfish.engine.cache import Cache
+from billfish.engine.kv.cache import Cache
 
 # Decodes are read and attended to several at once, up to so many tokens: fewer calls, yet K and V
 # stay in a core's caches. All are as long as the longest; what is added to one must be less than

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from billfish.engine import gpu
-from billfish.engine.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
-from billfish.engine.calibrated import stored_ranges, turn_of
 from billfish.engine.core import Engine
-from billfish.engine.pages import Pages
-from billfish.engine.pool import POOLS, Pool
+from billfish.engine.cuda import runner as gpu
+from billfish.engine.cuda.pool import POOLS, Pool
+from billfish.engine.kv.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
+from billfish.engine.kv.calibration import stored_ranges, turn_of
+from billfish.engine.kv.pages import Pages
 from billfish.engine.runner import Runner, TorchRunner
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
@@ -73,7 +73,8 @@ def build(source: Source, told: Settings) -> Engine:
     )  # fmt: skip
     model, tokenizer = loaded.model, loaded.tokenizer
     invariant = told.batch_invariant or any(
-        isinstance(layer, QuantLinear) and layer.asked == "invariant" for layer in model.modules()
+        isinstance(layer, QuantLinear) and layer.op is not None and layer.op.batch_invariant
+        for layer in model.modules()
     )
     decoder = Decoder.of(model)
     if loaded.given:

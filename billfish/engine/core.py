@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from billfish.engine.pages import Pages
+from billfish.engine.kv.pages import Pages
 from billfish.engine.params import SamplingParams
 from billfish.engine.runner import Decoded, Runner
 from billfish.engine.sampling import Chooser, Chosen, choose, tell

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from billfish.compute import device_of
 from billfish.engine.build import Loaded, Settings, Source, apart, build
 from billfish.engine.core import Completion, Engine, RequestOutput
 from billfish.engine.sampling import SamplingParams
 from billfish.engine.structured import Matchers, StructuredOutputsParams
 from billfish.errors import UserError
+from billfish.models.compute import device_of
 from billfish.models.template import Renderer
 
 Prompt = str | Sequence[int]

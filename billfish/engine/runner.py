@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.engine.attention import Batch, PagedAttention
-from billfish.engine.cache import Cache
+from billfish.engine.kv.cache import Cache
 from billfish.engine.scheduler import Piece
 from billfish.models.decoder import Decoder
 

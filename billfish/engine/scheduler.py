@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from billfish.engine.pages import Pages
+from billfish.engine.kv.pages import Pages
 
 
 @dataclass(eq=False)

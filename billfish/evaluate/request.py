@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from billfish import compute
+from billfish.checkpoints.config import read_json
+from billfish.checkpoints.unfinished import unfinished
 from billfish.errors import UserError
 from billfish.evaluate.tasks import (
     TASKS,
@@ -22,8 +23,7 @@ from billfish.evaluate.tasks import (
     task_bytes,
     task_of,
 )
-from billfish.models.config import read_json
-from billfish.models.unfinished import unfinished
+from billfish.models import compute
 
 DTYPES = ("auto", *compute.DTYPES)
 

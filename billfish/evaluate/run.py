@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.compute import compute_dtype, device_of, name_of
+from billfish.checkpoints.match import model_config
+from billfish.checkpoints.read import Checkpoint, stored_dtype
+from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.evaluate.estimate import Estimate, exp_difference, finite, ratio_of_means
 from billfish.evaluate.perplexity import (
@@ -38,9 +40,8 @@ from billfish.evaluate.request import (
     versions,
 )
 from billfish.evaluate.tasks import read_text, run_task, task_of
-from billfish.models.hf import Checkpoint, stored_dtype
-from billfish.models.load import load_model, load_tokenizer, refuse_foreign, rows_of
-from billfish.models.match import model_config
+from billfish.models.compute import compute_dtype, device_of, name_of
+from billfish.models.load import load_model, rows_of
 
 __all__ = ["EvalRequest", "evaluate"]
 

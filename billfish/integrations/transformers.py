@@ -3,8 +3,8 @@
 compressed-tensors (pack-quantized), GPTQ, AWQ and Marlin checkpoints are taken over, without their
 packages; what `read_dialect` cannot read, and every call that passes a quantization_config of its
 own, goes to transformers' own quantizer. Loading never leaves a random weight: a tensor that is
-missing or has another shape is an error. save_pretrained writes compressed-tensors, whatever was
-loaded.
+missing or has another shape is an error. save_pretrained writes the dialect that `quantize` would,
+whatever was loaded.
 """
 
 import copy
@@ -21,16 +21,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from billfish.compute import compute_dtype, cpu_type, name_of
+from billfish.checkpoints.dialects import dialect_of, read_dialect
+from billfish.checkpoints.match import problems, refuse
+from billfish.checkpoints.packed import unpacked
+from billfish.checkpoints.read import Checkpoint, read_header
 from billfish.errors import UserError
-from billfish.models.compressed import CompressedTensors
-from billfish.models.dialect import Dialect, refuse_unknown
-from billfish.models.foreign import read_dialect
-from billfish.models.hf import Checkpoint, read_header
+from billfish.models.compute import compute_dtype, cpu_type, name_of
 from billfish.models.linear import QuantLinear
-from billfish.models.match import problems, refuse
-from billfish.models.packed import unpacked
-from billfish.schemes.w4a16 import W4A16, cuda
+from billfish.schemes.base import Scheme
+from billfish.schemes.dialect import Dialect, refuse_unknown
+from billfish.schemes.registry import compile_kernels
 
 METHOD = "billfish"
 logger = logging.get_logger(__name__)
@@ -53,7 +53,7 @@ class StoredLinear(nn.Module):
     """Stands in for a linear while the checkpoint is read: its tensors, under the file's names."""
 
     def __init__(
-        self, dialect: Dialect, scheme: W4A16, linear: nn.Linear, bias: bool,
+        self, dialect: Dialect, scheme: Scheme, linear: nn.Linear, bias: bool,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:  # fmt: skip
         """`dtypes` are those of the file, so that the model's own type changes no weight."""
@@ -167,7 +167,7 @@ class BillfishQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         waiting = [(n, m) for n, m in model.named_modules() if isinstance(m, StoredLinear)]
-        schemes: dict[str, W4A16] = {}
+        schemes: dict[str, Scheme] = {}
         prepare_kernels(waiting)
         for name, module in waiting:
             if hasattr(module, "_hf_hook"):
@@ -179,7 +179,7 @@ class BillfishQuantizer(HfQuantizer):
                 linear = module.arrange()
             except UserError as error:
                 raise UserError(f"{name}: {error}") from None
-            schemes[name] = linear.scheme  # type: ignore[assignment]
+            schemes[name] = linear.scheme
             replace_module(model, name, linear)
         refuse_random(model)
         self._refuse_unread(model)
@@ -187,14 +187,15 @@ class BillfishQuantizer(HfQuantizer):
             self._describe(model, schemes)
         return model
 
-    def _describe(self, model: Any, schemes: dict[str, W4A16]) -> None:
+    def _describe(self, model: Any, schemes: dict[str, Scheme]) -> None:
         """What save_pretrained will write: the checkpoint's own config while it is still true."""
         ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        if isinstance(self.dialect, CompressedTensors):
+        writer = dialect_of(next(iter(schemes.values())))
+        if isinstance(self.dialect, writer):
             known = {name: self.dialect.scheme(name) for name in (*schemes, *ignore)}
             if known == {**dict.fromkeys(ignore), **schemes}:
                 return
-        self.config.source = CompressedTensors.config(schemes, ignore)
+        self.config.source = writer.config(schemes, ignore)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -232,13 +233,13 @@ def warn_if_slow(dtype: torch.dtype, device_map: Any) -> None:
 
 def prepare_kernels(waiting: Sequence[tuple[str, StoredLinear]]) -> None:
     """Compile together what layers on a GPU will need; without it each would compile its own."""
-    needed: dict[tuple[torch.device, torch.dtype], set[W4A16]] = {}
+    needed: dict[tuple[torch.device, torch.dtype], set[Scheme]] = {}
     for _, module in waiting:
         device = next((t.device for t in module.buffers() if t.device.type == "cuda"), None)
         if device is not None:
             needed.setdefault((device, module.dtype), set()).add(module.scheme)
     for (device, dtype), schemes in needed.items():
-        cuda.prepare(schemes, dtype, device, logger.warning)
+        compile_kernels(schemes, dtype, device, logger.warning)
 
 
 def refuse_random(model: Any) -> None:

@@ -4,6 +4,7 @@ Numbers that kernels are tuned by come from here as one frozen value, so that a 
 pure function that can be tested without a GPU.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,14 @@ def arch_of(major: int, minor: int) -> str:
     """From Hopper on with an 'a': wgmma and its successors are in the architecture's own set only,
     and a cubin compiled at run time has no other GPU to run on."""
     return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """Of an architecture's name: sm_90a is (9, 0), sm_100f (10, 0)."""
+    found = re.fullmatch(r"sm_(\d+)(\d)[af]?", arch)
+    if not found:
+        raise UserError(f"architecture {arch!r}: is named as NVRTC does, such as sm_90a.")
+    return int(found[1]), int(found[2])
 
 
 def index_of(device: torch.device | int | None) -> int:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from billfish.checkpoints.match import architecture, model_config, problems, refuse
+from billfish.checkpoints.packed import recognize
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
-from billfish.models.hf import Checkpoint
-from billfish.models.match import architecture, model_config, problems, refuse
-from billfish.models.packed import recognize
 
 
 class _EmptyOnMeta(TorchFunctionMode):

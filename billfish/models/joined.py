@@ -63,7 +63,7 @@ def _packed(linears: list[QuantLinear]) -> LinearOp | None:
 def _ops(linears: list[QuantLinear]) -> list[Any]:
     for linear in linears:
         if linear.op is None:
-            linear.arrange(linear.asked)
+            linear.arrange(linear.asked, linear.invariant)
     return [linear.op for linear in linears]
 
 

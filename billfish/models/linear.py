@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from billfish.schemes.base import LinearOp, Scheme, choose
+from billfish.schemes.base import LinearOp, Scheme
+from billfish.schemes.registry import choose_op
 
 
 class QuantLinear(nn.Module):
@@ -29,8 +30,10 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.scheme, self.out_features, self.in_features = scheme, n, k
         self.op: LinearOp | None = None
-        self.asked = "auto"
-        for name, spec in scheme.tensors(n, k, dtype).items():
+        self.asked, self.invariant = "auto", False
+        specs = scheme.tensors(n, k, dtype)
+        self.names = tuple(specs)
+        for name, spec in specs.items():
             self.register_buffer(name, spec.empty(device or "cpu"))
         self.bias = (
             nn.Parameter(torch.empty(n, dtype=dtype, device=device), requires_grad=False)
@@ -41,23 +44,24 @@ class QuantLinear(nn.Module):
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Replace the canonical tensors; shapes and names must be those of the scheme."""
         self.op = None
-        for name in self._canonical_names():
+        for name in self.names:
             setattr(self, name, tensors[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """The canonical tensors, wherever they are now."""
         if self.op is not None:
             return self.op.canonical()
-        return {name: getattr(self, name) for name in self._canonical_names()}
+        return {name: getattr(self, name) for name in self.names}
 
-    def arrange(self, op: str = "auto") -> None:
+    def arrange(self, op: str = "auto", batch_invariant: bool = False) -> None:
         """Choose the op and give it the tensors; the canonical copies are dropped."""
-        self.asked = op
+        self.asked, self.invariant = op, batch_invariant
         tensors = self.tensors()
-        device = tensors["weight_shape"].device
-        chosen = choose(self.scheme, self.out_features, self.in_features, device, op)
+        device = next(iter(tensors.values())).device
+        n, k = self.out_features, self.in_features
+        chosen = choose_op(self.scheme, n, k, device, op, batch_invariant)
         self.op = chosen(self.scheme, tensors)
-        for name in self._canonical_names():
+        for name in self.names:
             setattr(self, name, None)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n)
@@ -76,9 +80,6 @@ class QuantLinear(nn.Module):
         if self.op is not None:
             return self.op.nbytes()
         return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    def _canonical_names(self) -> list[str]:
-        return [name for name in self._buffers if name.startswith("weight")]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -100,7 +101,7 @@ class QuantLinear(nn.Module):
             self.set_tensors(self.tensors())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if arranged:
-            self.arrange(self.asked)
+            self.arrange(self.asked, self.invariant)
         return self
 
     def extra_repr(self) -> str:

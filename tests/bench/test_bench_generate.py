@@ -12,10 +12,10 @@ from tiny import GROUPED, write_checkpoint
 from torch import nn
 from typer.testing import CliRunner
 
-from billfish import cli_bench
 from billfish.bench import generate, plot_generate, random_model, variants
 from billfish.bench.generate import Run
-from billfish.bench.variants import Request, parse_batches, parse_bytes, parse_variants
+from billfish.bench.variants import GenerateRequest, parse_batches, parse_bytes, parse_variants
+from billfish.cli import bench as cli_bench
 from billfish.engine import build
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
@@ -49,7 +49,7 @@ def config(tmp_path):
 
 def request(config, text="bf16+kv16", **changes):
     asked = {"batches": (1, 3), "input": 6, "output": 5, "rounds": 2, "group_size": 32}
-    return Request(str(config), True, parse_variants(text), **{**asked, **changes})
+    return GenerateRequest(str(config), True, parse_variants(text), **{**asked, **changes})
 
 
 def made(config, dtype=torch.bfloat16, scheme=None):

@@ -7,10 +7,10 @@ import pytest
 from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
-from billfish import cli_bench
 from billfish.bench import kernels, plot, timing
-from billfish.bench.kernels import Request, Run
+from billfish.bench.kernels import KernelRequest, Run
 from billfish.bench.shapes import Linear, ShapeSet, parse_shapes
+from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
 
 DOCS = Path(__file__).parents[2] / "docs" / "bench"
@@ -42,7 +42,7 @@ def no_git(monkeypatch):
 
 
 def measured(sets=None, **changes):
-    request = Request(sets or parse_shapes(SHAPES), (2, 4, 16), op="reference", **changes)
+    request = KernelRequest(sets or parse_shapes(SHAPES), (2, 4, 16), op="reference", **changes)
     return Run(request, FakeCard(), RULES).measure()
 
 

@@ -9,10 +9,10 @@ import pytest
 from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
-from billfish import cli_bench
 from billfish.bench import kernels, plot, timing
-from billfish.bench.kernels import Request, Run
+from billfish.bench.kernels import KernelRequest, Run
 from billfish.bench.shapes import parse_shapes
+from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
 
 SHAPES = "128x64,256x64"
@@ -30,7 +30,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def result():
-    request = Request(
+    request = KernelRequest(
         parse_shapes(SHAPES), (1, 4, 16), dtypes=("float16", "bfloat16"), op="reference"
     )
     return Run(request, FakeCard(), RULES).measure()

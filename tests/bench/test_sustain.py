@@ -9,11 +9,11 @@ import torch
 from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
-from billfish import cli_bench
 from billfish.bench import kernels, timing
-from billfish.bench.kernels import Request
+from billfish.bench.kernels import KernelRequest
 from billfish.bench.shapes import parse_shapes
 from billfish.bench.sustain import Sustain, summary
+from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
 from billfish.version import __version__
 
@@ -25,7 +25,7 @@ def no_git(monkeypatch):
 
 def run(card=None, seconds=20, shapes="128x64,256x64", rows=(1, 4)):
     kept = []
-    request = Request(parse_shapes(shapes), rows, op="reference", modes=("pdl",))
+    request = KernelRequest(parse_shapes(shapes), rows, op="reference", modes=("pdl",))
     card = card or FakeCard()
     keep = lambda result: kept.append(json.dumps(result))  # noqa: E731
     return Sustain(request, card, RULES, seconds, keep=keep).measure(), card, kept

@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from billfish.bench import tune
 from billfish.bench.shapes import parse_shapes
-from billfish.cli import app
+from billfish.cli.app import app
 from billfish.errors import UserError
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16 import batch
+from billfish.schemes.w4a16.cuda import batch
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 TABLE = json.loads(batch.TABLE.read_text())

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from billfish.engine.cache import FORMATS, ChannelRange, Kv4, Kv4Channels, Kv4Plain, Kv8, Kv16, Room
+from billfish.engine.kv.cache import (
+    FORMATS,
+    ChannelRange,
+    Kv4,
+    Kv4Channels,
+    Kv4Plain,
+    Kv8,
+    Kv16,
+    Room,
+)
 from billfish.errors import UserError
 
 CPU = torch.device("cpu")

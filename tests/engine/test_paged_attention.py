@@ -7,7 +7,7 @@ import torch
 
 from billfish.engine import attention
 from billfish.engine.attention import Batch, PagedAttention
-from billfish.engine.cache import FORMATS, ChannelRange, Kv4Channels, Kv16, Room
+from billfish.engine.kv.cache import FORMATS, ChannelRange, Kv4Channels, Kv16, Room
 
 CPU = torch.device("cpu")
 HEAD_DIM, PAGE_TOKENS, PAGES, SCALE = 16, 4, 64, 0.3

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from billfish.engine.pages import Pages
+from billfish.engine.kv.pages import Pages
 
 
 def written(pages, tokens, salt=0):

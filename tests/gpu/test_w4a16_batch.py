@@ -7,8 +7,10 @@ from w4a16_layers import DEVICE, op_of
 
 from billfish.errors import UserError
 from billfish.kernels.device import gpu
-from billfish.schemes.w4a16 import W4A16, batch, cuda
-from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda import batch
+from billfish.schemes.w4a16.cuda import op as cuda
+from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from torch.nn.functional import silu
 from w4a16_layers import DEVICE, UNIT, every_dtype, make, name, same, some_x
 
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp, StripeOp
-from billfish.schemes.w4a16.gated import apart
+from billfish.schemes.w4a16.cuda.gated import apart
+from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp, StripeOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 

@@ -25,9 +25,9 @@ from w4a16_layers import (
 
 from billfish.kernels.launch import plain_launches
 from billfish.models.linear import QuantLinear
-from billfish.schemes.base import choose
+from billfish.schemes.registry import choose_op
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import CudaOp
+from billfish.schemes.w4a16.cuda.op import CudaOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
@@ -187,7 +187,7 @@ def test_refusals():
     assert CudaOp.refuses(W4A16(4, 128), 64, 256, DEVICE) is None
     assert "32" in CudaOp.refuses(W4A16(4, 16), 64, 256, DEVICE)
     assert CudaOp.refuses(W4A16(4, 128), 64, 256, torch.device("cpu"))
-    assert choose(W4A16(4, 128), 64, 256, DEVICE) is CudaOp
+    assert choose_op(W4A16(4, 128), 64, 256, DEVICE) is CudaOp
 
 
 # -- QuantLinear
@@ -285,7 +285,7 @@ def test_x_in_another_place(worker):
 COST = """
 import statistics, time, torch
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import CudaOp
+from billfish.schemes.w4a16.cuda.op import CudaOp
 
 scheme, codes = W4A16(4, 128), torch.zeros(64, 128, dtype=torch.uint8, device="cuda")
 scales = torch.ones(64, 1, dtype=torch.float16, device="cuda")

@@ -6,7 +6,7 @@ import torch
 from billfish.errors import UserError
 from billfish.formats.grid import group_count
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import CudaOp, StripeOp
+from billfish.schemes.w4a16.cuda.op import CudaOp, StripeOp
 
 DEVICE = torch.device("cuda", 0)
 FP16, BF16 = torch.float16, torch.bfloat16

@@ -20,14 +20,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from billfish.driver import Request, quantize
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.integrations import register_when_imported
-from billfish.models.compressed import CompressedTensors
-from billfish.models.gptq import Gptq
-from billfish.models.hf import Checkpoint
 from billfish.models.linear import QuantLinear
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
+from billfish.schemes.w4a16.dialects.gptq import Gptq
 
 register_when_imported()
 TOKENS = torch.arange(3, 27).reshape(2, 12)
@@ -453,7 +454,9 @@ def test_the_hook_itself_imports_next_to_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_type_it_runs_in_changes_no_weight(llama, tmp_path, dtype):
     """Scales of fp16 stay what they are on a CPU; bf16 would round them by up to 2^-9."""
-    request = Request(llama, tmp_path / "w4", W4A16(4, 32), "rtn", stored_dtype=torch.float16)
+    request = QuantizeRequest(
+        llama, tmp_path / "w4", W4A16(4, 32), "rtn", stored_dtype=torch.float16
+    )
     quantize(request)
     stored, model = Checkpoint(tmp_path / "w4"), load(tmp_path / "w4", dtype=dtype)
     assert packed(model) and model.dtype == dtype

@@ -12,16 +12,16 @@ import torch
 from cpp_compiler import compile_cpp, needs_compiler
 
 import billfish
-from billfish.engine import decode
-from billfish.engine.cache import Room
-from billfish.engine.cut import MOST, Cut
-from billfish.engine.pool import POOLS
+from billfish.engine.cuda import tables as decode
+from billfish.engine.cuda.chunks import MOST, Cut
+from billfish.engine.cuda.pool import POOLS
+from billfish.engine.kv.cache import Room
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels import jit
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
-SOURCE = PACKAGE / "engine" / "attention.cuh"
+SOURCE = PACKAGE / "engine" / "cuda" / "attention.cuh"
 INCLUDE = PACKAGE / "kernels" / "include"
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")

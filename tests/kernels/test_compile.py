@@ -13,7 +13,9 @@ import torch
 import billfish
 from billfish.errors import UserError
 from billfish.kernels import cache, jit
-from billfish.schemes.w4a16 import W4A16, arrange, cuda
+from billfish.schemes import registry
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda import arrange
 
 PACKAGE = Path(billfish.__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -42,7 +44,7 @@ def no_cache_of_the_user(tmp_path_factory):
 
 def programs(arch, dtype):
     """Each once, though schemes share them."""
-    return list({p: None for scheme in SCHEMES for p in cuda.programs(scheme, dtype, arch)})
+    return registry.programs(SCHEMES, dtype, arch)
 
 
 def complaints(program, arch):
@@ -85,12 +87,14 @@ def test_every_program_compiles_without_spills(arch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_programs_are_named_once_and_follow_the_scheme(arch, dtype):
     for scheme in SCHEMES:
-        found = cuda.programs(scheme, dtype, arch)
+        found = registry.programs([scheme], dtype, arch)
         assert found and len(set(found)) == len(found), scheme
-        assert found == cuda.programs(scheme, dtype, arch)  # the same order, too
+        assert found == registry.programs([scheme], dtype, arch)  # the same order, too
         assert all(program.source in TEXTS for program in found)
     for one, other in ((W4A16(4, 32), W4A16(4, 64)), (W4A16(4, 32), W4A16(4, 32, False))):
-        assert set(cuda.programs(one, dtype, arch)) != set(cuda.programs(other, dtype, arch))
+        assert set(registry.programs([one], dtype, arch)) != set(
+            registry.programs([other], dtype, arch)
+        )
 
 
 @pytest.mark.parametrize("group", [32, 64, 96])
@@ -98,9 +102,9 @@ def test_programs_know_a_layer_of_one_group(group):
     """k == group_size: its records may have another group than those of longer layers."""
     scheme = W4A16(4, group)
     for k in (group, 4 * group):
-        size = arrange.shape_of(scheme, 64, k, torch.float16).record_group
+        size = arrange.record_shape(scheme, 64, k, torch.float16).record_group
         for arch in ("sm_80", "sm_90a"):
-            listed = [program.name for program in cuda.programs(scheme, torch.float16, arch)]
+            listed = [program.name for program in registry.programs([scheme], torch.float16, arch)]
             assert any(f", {size}, " in each for each in listed), (k, arch, size)
 
 

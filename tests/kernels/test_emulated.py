@@ -18,9 +18,11 @@ from torch.nn.functional import pad, silu
 
 import billfish
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16 import W4A16, arrange, batch, cuda, stripe, tile
-from billfish.schemes.w4a16.batch import Cut
-from billfish.schemes.w4a16.gated import apart, interleaved
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.cuda import op as cuda
+from billfish.schemes.w4a16.cuda.batch import Cut
+from billfish.schemes.w4a16.cuda.gated import apart, interleaved
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -54,7 +56,7 @@ def compiled(tmp_path_factory):
     def build(kernel, arguments, text=None):
         key = (kernel, arguments, text)
         if key not in known:
-            source = PACKAGE / "schemes" / "w4a16" / f"{kernel}.cuh"
+            source = PACKAGE / "schemes" / "w4a16" / "cuda" / f"{kernel}.cuh"
             if text is not None:
                 source = folder / f"{len(known)}.cuh"
                 source.write_text(text)
@@ -242,7 +244,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
 def test_the_emulator_sees_mistakes(mistake, compiled):
     kernel, pattern, replacement = mistake
-    text = (PACKAGE / "schemes" / "w4a16" / f"{kernel}.cuh").read_text()
+    text = (PACKAGE / "schemes" / "w4a16" / "cuda" / f"{kernel}.cuh").read_text()
     broken, count = re.subn(pattern, replacement, text)
     assert count, "the text has changed: mend the pattern"
     scheme = W4A16(4, 128)

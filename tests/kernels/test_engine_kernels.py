@@ -19,12 +19,12 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import billfish
-from billfish.engine import fused
-from billfish.engine.cache import Room
+from billfish.engine.cuda import fused
+from billfish.engine.cuda.pool import POOLS
+from billfish.engine.kv.cache import Room
+from billfish.engine.kv.rotation import Turn, blocks
 from billfish.engine.params import SamplingParams
-from billfish.engine.pool import POOLS
 from billfish.engine.sampling import RULE, Chooser, choose
-from billfish.engine.turn import Turn, blocks
 from billfish.models.decoder import Shape, _rotate
 
 HERE = Path(__file__).parent / "emulator"
@@ -415,7 +415,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
 def test_the_emulator_sees_mistakes(on_cpu, libraries, mistake, tmp_path):
     name, pattern, replacement = mistake
-    source = PACKAGE / "engine" / f"{name}.cuh"
+    source = PACKAGE / "engine" / "cuda" / f"{name}.cuh"
     broken, count = re.subn(pattern, replacement, source.read_text(), count=1)
     assert count, "the text has changed: mend the pattern"
     turned = "float d" in pattern or "kPer" in pattern

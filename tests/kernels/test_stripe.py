@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from billfish.kernels import jit
 from billfish.kernels.jit import Program
-from billfish.schemes.w4a16 import stripe as source
-from billfish.schemes.w4a16.stripe import (
+from billfish.schemes.w4a16.cuda import stripe as source
+from billfish.schemes.w4a16.cuda.stripe import (
     MOST_SMEM,
     Part,
     Stripes,

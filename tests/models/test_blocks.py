@@ -5,10 +5,10 @@ import torch
 import transformers
 from tiny import ARCHITECTURES, write_checkpoint
 
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel, find_blocks
 from billfish.models.fold import fold_source
-from billfish.models.hf import Checkpoint
 from billfish.models.passes import anatomy
 
 CPU = torch.device("cpu")

@@ -10,12 +10,13 @@ from tiny import ARCHITECTURES, GROUPED, write_checkpoint
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from billfish.driver import Request, quantize
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
 from billfish.models.linear import QuantLinear
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
+from billfish.schemes.base import Reference
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.reference import ReferenceOp
 
 CONFIGS = {
     **ARCHITECTURES,
@@ -223,7 +224,9 @@ def test_packed_linears(tmp_path, text, architecture):
     source = write_checkpoint(tmp_path / "source", architecture)
     scheme = W4A16(bits=4, group_size=32)
     quantize(
-        Request(source, tmp_path / "out", scheme, "rtn", data=text, stored_dtype=torch.float32)
+        QuantizeRequest(
+            source, tmp_path / "out", scheme, "rtn", data=text, stored_dtype=torch.float32
+        )
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32
@@ -321,7 +324,7 @@ class Fused:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
 def test_gated_products_are_used_where_an_op_has_them(architecture, monkeypatch):
     monkeypatch.setattr(Fused, "made", [])
-    monkeypatch.setattr(ReferenceOp, "gate", Fused)
+    monkeypatch.setattr(Reference, "gate", Fused)
     model = packed_model(architecture, W4A16(4, 64), torch.float32)
     for module in model.modules():
         if isinstance(module, QuantLinear):
@@ -343,7 +346,7 @@ def test_gated_products_are_used_where_an_op_has_them(architecture, monkeypatch)
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"mlp_bias": True}], ids=str)
 def test_other_activations_and_biases_are_not_gated(changes, monkeypatch):
-    monkeypatch.setattr(ReferenceOp, "gate", Fused)
+    monkeypatch.setattr(Reference, "gate", Fused)
     model = packed_model("LlamaForCausalLM", W4A16(4, 64), torch.float32, **changes)
     for module in model.modules():
         if isinstance(module, QuantLinear):

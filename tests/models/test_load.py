@@ -5,9 +5,10 @@ import torch
 from tiny import write_checkpoint
 
 from billfish import LLM, SamplingParams, load
-from billfish.driver import Request, quantize
 from billfish.errors import UserError
 from billfish.models.linear import QuantLinear
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16, kleidiai
 
 
@@ -15,7 +16,7 @@ from billfish.schemes.w4a16 import W4A16, kleidiai
 def packed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("load")
     source, scheme = write_checkpoint(folder / "source"), W4A16(4, 32, False)
-    quantize(Request(source, folder / "out", scheme, "rtn", stored_dtype=torch.bfloat16))
+    quantize(QuantizeRequest(source, folder / "out", scheme, "rtn", stored_dtype=torch.bfloat16))
     return folder / "out"
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, write_checkpoint
 
+from billfish.checkpoints.read import Checkpoint
 from billfish.models.blocks import StreamedModel
-from billfish.models.hf import Checkpoint
 from billfish.models.passes import Walk, anatomy
 
 CPU = torch.device("cpu")

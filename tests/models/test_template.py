@@ -6,8 +6,8 @@ import pytest
 from tiny import character_tokenizer
 
 from billfish.errors import UserError
-from billfish.generate import encode
 from billfish.models import template
+from billfish.models.generate import encode
 from billfish.models.template import Renderer
 
 MESSAGES = [{"role": "user", "content": "a \u20ac and <b>"}, {"role": "assistant", "content": "x"}]

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from billfish.errors import UserError
-from billfish.schemes.w4a16 import W4A16, arrange
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda import arrange
 
 N, K = 64, 128  # of a record
 DTYPES = (torch.float16, torch.bfloat16)

@@ -6,8 +6,9 @@ import math
 import pytest
 
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16 import batch, cuda
-from billfish.schemes.w4a16.batch import Cut
+from billfish.schemes.w4a16.cuda import batch
+from billfish.schemes.w4a16.cuda import op as cuda
+from billfish.schemes.w4a16.cuda.batch import Cut
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 OTHER = Gpu(0, "a Hopper GPU never seen", "sm_90a", 114, 232448, 233472, 50 * 2**20)

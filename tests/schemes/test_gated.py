@@ -5,11 +5,12 @@ import torch
 from torch.nn.functional import silu
 
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16 import W4A16, cuda
+from billfish.schemes.base import Reference
+from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cpu import CpuOp
-from billfish.schemes.w4a16.cuda import CudaOp, InvariantOp, StripeOp
-from billfish.schemes.w4a16.gated import RUN, Part, apart, order
-from billfish.schemes.w4a16.reference import ReferenceOp
+from billfish.schemes.w4a16.cuda import op as cuda
+from billfish.schemes.w4a16.cuda.gated import RUN, apart, order
+from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp, Part, StripeOp
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def hopper(monkeypatch):
     """Ops of a GPU arrange here, and their products are the oracle's."""
 
     def product(op, x, bias=None, gated=False):
-        y = ReferenceOp(op.scheme, op.canonical())(x, bias)
+        y = Reference(op.scheme, op.canonical())(x, bias)
         gate, up = apart(y).chunk(2, -1)
         return silu(gate) * up if gated else y
 
@@ -62,7 +63,7 @@ def test_parts_come_back_and_both_run(op, n, scheme):
         same(part.canonical(), tensors)
         assert part.nbytes() == gated.whole.nbytes() // 2
     x = torch.randn(3, k).bfloat16()
-    gate, up = (ReferenceOp(scheme, tensors)(x) for tensors in each)
+    gate, up = (Reference(scheme, tensors)(x) for tensors in each)
     assert torch.equal(gated(x), silu(gate) * up)
     assert torch.equal(gated.both(x), torch.cat([gate, up], -1))
     assert torch.equal(gated.parts[0](x), gate) and torch.equal(gated.parts[1](x), up)
@@ -76,7 +77,7 @@ def test_one_layer_that_is_both():
     gated = CudaOp.gate([CudaOp(scheme, tensors)])
     (part,), x = gated.parts, torch.randn(5, 128).bfloat16()
     same(part.canonical(), tensors)
-    y = ReferenceOp(scheme, tensors)(x)
+    y = Reference(scheme, tensors)(x)
     assert torch.equal(part(x), y) and torch.equal(gated.both(x), y)
     assert torch.equal(gated(x), silu(y[:, :72]) * y[:, 72:])
 
@@ -100,7 +101,7 @@ def test_what_has_no_kernel_for_it(monkeypatch):
 
     plain = W4A16(4, 64)
     assert not none(CudaOp, plain, plain)
-    assert all(none(op, plain, plain) for op in (CpuOp, ReferenceOp, StripeOp))
+    assert all(none(op, plain, plain) for op in (CpuOp, Reference, StripeOp))
     assert none(CudaOp, W4A16(8, 64), W4A16(8, 64))  # w4a16_batch takes one plane
     assert none(CudaOp, plain, W4A16(4, 32))
     assert none(CudaOp, plain, W4A16(4, 64, False))

@@ -7,10 +7,10 @@ from every import without_zeros
 from test_w4a16_cpu import BF16, FP16, FP32, Case
 
 from billfish.errors import UserError
-from billfish.schemes.base import choose
+from billfish.schemes.base import Reference
+from billfish.schemes.registry import choose_op
 from billfish.schemes.w4a16 import cpu, kleidiai
 from billfish.schemes.w4a16.kleidiai import OUTLIER, STRIP, KleidiaiOp
-from billfish.schemes.w4a16.reference import ReferenceOp
 from billfish.schemes.w4a16.scheme import W4A16
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_within_its_bound(case):
     """At most a step of each row of x is lost."""
     tensors = case.tensors()
     op, weight = KleidiaiOp(case.scheme, tensors), without_zeros(case.scheme, tensors)
-    reference = ReferenceOp(case.scheme, tensors)
+    reference = Reference(case.scheme, tensors)
     for m, dtype in ((1, FP32), (5, BF16), (40, FP16), (3, torch.float64)):
         x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m)).to(dtype)
         exact, y = reference(x.double()), op(x)
@@ -110,7 +110,7 @@ def test_whole_numbers_are_exact(case):
     tensors["weight_scale"] = torch.full_like(tensors["weight_scale"], 0.25)
     x = torch.randint(-128, 128, (9, case.k)).float()
     x[:, 3], x[:, 8] = -128, 127
-    want = ReferenceOp(case.scheme, tensors)(x)
+    want = Reference(case.scheme, tensors)(x)
     assert torch.equal(KleidiaiOp(case.scheme, tensors)(x), want)
 
 
@@ -178,11 +178,11 @@ def test_codes_are_kept_once(group_size, symmetric):
 
 def test_only_by_name(monkeypatch):
     for scheme in (W4A16(4, 64), W4A16(4, -1, False)):
-        assert choose(scheme, 64, 768, CPU).name == "cpu"
-        assert choose(scheme, 64, 768, CPU, "kleidiai") is KleidiaiOp
+        assert choose_op(scheme, 64, 768, CPU).name == "cpu"
+        assert choose_op(scheme, 64, 768, CPU, "kleidiai") is KleidiaiOp
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'kleidiai: runs only by name, op="kleidiai"'):
-        choose(W4A16(), 64, 768, CPU)
+        choose_op(W4A16(), 64, 768, CPU)
 
 
 def test_what_it_refuses(monkeypatch):
@@ -193,7 +193,7 @@ def test_what_it_refuses(monkeypatch):
         (W4A16(4, -1), 767, "even k"),
     ):
         with pytest.raises(UserError, match=reason):
-            choose(scheme, 64, k, CPU, "kleidiai")
+            choose_op(scheme, 64, k, CPU, "kleidiai")
     fp16 = Case(W4A16(4, 64), scale_dtype=FP16)
     with pytest.raises(UserError, match=r'torch.float16 .*op="cpu"'):
         KleidiaiOp(fp16.scheme, fp16.tensors())

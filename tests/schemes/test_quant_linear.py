@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from every import every_layer, same, seeded, stored
+from every import every_layer, same, scales_of, seeded, stored
 
 from billfish.models.linear import QuantLinear
-from billfish.schemes.base import choose
+from billfish.schemes.registry import choose_op
 from billfish.schemes.w4a16 import W4A16
 
 
@@ -59,15 +59,16 @@ def test_linear_loads_a_state_dict(scheme, n, k):
     assert torch.equal(fresh(some_x(k)), source(some_x(k)))
     # Over an arranged layer with other numbers: the old ones must be gone.
     other = layer_of(scheme, n, k, bias=True)
-    changed = {**other.tensors(), "weight_scale": other.tensors()["weight_scale"] * 2}
+    scales = scales_of(other.tensors())
+    changed = {**other.tensors(), scales: other.tensors()[scales] * 2}
     other.set_tensors(changed)
     other.arrange()
     assert not torch.equal(other(some_x(k)), source(some_x(k)))
     other.load_state_dict(source.state_dict())
     assert torch.equal(other(some_x(k)), source(some_x(k)))
     broken = source.state_dict()
-    del broken["weight_scale"]
-    with pytest.raises(RuntimeError, match="weight_scale"):
+    del broken[scales]
+    with pytest.raises(RuntimeError, match=scales):
         other.load_state_dict(broken)
     same(source.state_dict(), other.state_dict())
 
@@ -75,17 +76,18 @@ def test_linear_loads_a_state_dict(scheme, n, k):
 @every_layer
 def test_linear_forward_and_set_tensors(scheme, n, k):
     layer, x = layer_of(scheme, n, k, bias=True), some_x(k)
-    op = choose(scheme, n, k, torch.device("cpu"))
+    op = choose_op(scheme, n, k, torch.device("cpu"))
     y = layer(x)  # arranges by itself
     assert layer.op.name == op.name and op.name in repr(layer)
     assert torch.equal(y, op(scheme, stored(scheme, n, k))(x) + layer.bias)
     tensors = stored(scheme, n, k)
-    tensors["weight_scale"] = tensors["weight_scale"] * 4
+    scales = scales_of(tensors)
+    tensors[scales] = tensors[scales] * 4
     layer.set_tensors(tensors)
     assert layer.op is None
     assert torch.equal(layer(x), op(scheme, tensors)(x) + layer.bias)
-    with pytest.raises(KeyError, match="weight_shape"):
-        layer.set_tensors({name: tensors[name] for name in tensors if name != "weight_shape"})
+    with pytest.raises(KeyError, match=scales):
+        layer.set_tensors({name: tensors[name] for name in tensors if name != scales})
 
 
 @every_layer
@@ -97,8 +99,8 @@ def test_linear_to_float32_keeps_the_numbers(scheme, n, k):
         name = layer.op.name
         assert layer.to(torch.float32) is layer
         assert layer.op.name == name and layer.bias.dtype == torch.float32
-        assert layer.tensors()["weight_scale"].dtype == torch.float32
-        assert layer.tensors()["weight_packed"].dtype == torch.int32
+        kept = {t.dtype for t in layer.tensors().values() if t.is_floating_point()}
+        assert kept == {torch.float32}
         assert torch.equal(layer.weight, weight)
         x = some_x(k, torch.float32)
         exact = x.double() @ weight.double().T + layer.bias.double()
@@ -113,7 +115,8 @@ def test_linear_deepcopy_is_independent(scheme, n, k):
     y = layer(x)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), y)
-    changed = {**twin.tensors(), "weight_scale": twin.tensors()["weight_scale"] * 2}
+    scales = scales_of(twin.tensors())
+    changed = {**twin.tensors(), scales: twin.tensors()[scales] * 2}
     twin.set_tensors(changed)
     assert not torch.equal(twin(x), y)
     assert torch.equal(layer(x), y)

@@ -16,7 +16,7 @@ from every import (
 
 from billfish.errors import UserError
 from billfish.kernels import jit
-from billfish.schemes.base import choose
+from billfish.schemes.registry import choose_op, ops_of
 from billfish.schemes.w4a16 import W4A16, cpu, kleidiai
 
 QUESTIONS = [(*case, device) for case in CASES for device in DEVICES]
@@ -65,7 +65,7 @@ def reached_returns(op):
     return lines, reasons
 
 
-@pytest.mark.parametrize("op", sorted({op for s in EVERY for op in s.ops()}, key=str), ids=str)
+@pytest.mark.parametrize("op", sorted({op for s in EVERY for op in ops_of(s)}, key=str), ids=str)
 def test_every_refusal_is_reached_and_readable(op):
     lines, reasons = reached_returns(op)
     source, start = inspect.getsourcelines(op.refuses)
@@ -82,35 +82,35 @@ def test_every_refusal_is_reached_and_readable(op):
 @pytest.mark.parametrize("scheme", EVERY, ids=str)
 def test_auto_on_a_gpu_that_no_op_takes_names_every_refusal(scheme, device):
     """No GPU is asked and no tensor exists: a device is only a name here."""
-    ops, (n, k) = scheme.ops(), (64, 768)
+    ops, (n, k) = ops_of(scheme), (64, 768)
     refusals = {op.name: op.refuses(scheme, n, k, device) for op in ops[:-1]}
     if None in refusals.values():
-        assert refusals[choose(scheme, n, k, device).name] is None
+        assert refusals[choose_op(scheme, n, k, device).name] is None
         return
     with pytest.raises(UserError) as error:
-        choose(scheme, n, k, device)
+        choose_op(scheme, n, k, device)
     text = str(error.value)
     assert f"{n} x {k}" in text and str(device) in text and scheme.name in text
     for name, reason in refusals.items():
         assert f"{name}: {reason}" in text
     assert 'op="reference"' in text
-    assert choose(scheme, n, k, device, "reference") is ops[-1]
+    assert choose_op(scheme, n, k, device, "reference") is ops[-1]
     for name, reason in refusals.items():
         with pytest.raises(UserError) as error:
-            choose(scheme, n, k, device, name)
+            choose_op(scheme, n, k, device, name)
         assert reason in str(error.value) and repr(name) in str(error.value)
 
 
 @pytest.mark.parametrize("scheme", EVERY, ids=str)
 def test_choose_on_the_cpu(scheme):
     device = torch.device("cpu")
-    assert choose(scheme, 64, 768, device).name == "cpu"
-    willing = [op for op in scheme.ops() if op.refuses(scheme, 64, 768, device) is None]
+    assert choose_op(scheme, 64, 768, device).name == "cpu"
+    willing = [op for op in ops_of(scheme) if op.refuses(scheme, 64, 768, device) is None]
     assert {op.name for op in willing} >= {"cpu", "reference"}
     for op in willing:
-        assert choose(scheme, 64, 768, device, op.name) is op
+        assert choose_op(scheme, 64, 768, device, op.name) is op
     with pytest.raises(UserError, match=r"op 'marlin9'.*known are auto, .*cpu, .*reference"):
-        choose(scheme, 64, 768, device, "marlin9")
+        choose_op(scheme, 64, 768, device, "marlin9")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from billfish.errors import UserError
 from billfish.formats.grid import group_count
 from billfish.kernels import cpu as processor
 from billfish.kernels import llvm
+from billfish.schemes.base import Reference
 from billfish.schemes.w4a16 import cpu
 from billfish.schemes.w4a16.cpu import CpuOp
-from billfish.schemes.w4a16.reference import ReferenceOp
 from billfish.schemes.w4a16.scheme import W4A16
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,7 +100,7 @@ def test_within_its_bound(case: Case, dtype: torch.dtype) -> None:
     """Of x, 2^-15 of the largest of a chunk is lost; of the result, what its type rounds off and
     fp32 sums lose."""
     tensors = case.tensors()
-    op, reference = CpuOp(case.scheme, tensors), ReferenceOp(case.scheme, tensors)
+    op, reference = CpuOp(case.scheme, tensors), Reference(case.scheme, tensors)
     weight = case.scheme.dequantize(tensors).double().abs()
     for m in (1, 5, 130):
         x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m)).to(dtype)
@@ -243,7 +243,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, wrong: float) -> None:
 def test_tiny_huge_and_no_numbers_at_all() -> None:
     case = Case(W4A16(4, 64))
     tensors = case.tensors()
-    op, reference = CpuOp(case.scheme, tensors), ReferenceOp(case.scheme, tensors)
+    op, reference = CpuOp(case.scheme, tensors), Reference(case.scheme, tensors)
     assert torch.equal(op(torch.zeros(2, case.k)), torch.zeros(2, case.n))
     for size in (2.0**-90, 2.0**120):
         x = torch.randn(3, case.k) * size

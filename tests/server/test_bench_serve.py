@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from billfish.bench.serve import Load, Seen, measure, parse_range, parse_rates, summary
-from billfish.cli import app
+from billfish.cli.app import app
 from billfish.errors import UserError
 
 

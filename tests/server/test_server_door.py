@@ -237,7 +237,7 @@ def test_a_command_with_few_files_and_a_template_without_end(tmp_path):
     (path / "tokenizer_config.json").write_text(
         json.dumps({**settings, "chat_template": "{{ 10 ** (10 ** 9) }}"})
     )
-    command = [sys.executable, "-m", "billfish.cli", "serve", str(path), "--port", "0",
+    command = [sys.executable, "-m", "billfish.cli.app", "serve", str(path), "--port", "0",
                "--served-model-name", MODEL]  # fmt: skip
     with ExitStack() as held:
         process = held.enter_context(subprocess.Popen(

@@ -208,7 +208,7 @@ def test_draining_finishes_what_runs(tiny_path):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_command_drains_on_sigterm(signals, tiny_path, tmp_path):
-    command = [sys.executable, "-m", "billfish.cli", "serve", str(tiny_path), "--port", "0",
+    command = [sys.executable, "-m", "billfish.cli.app", "serve", str(tiny_path), "--port", "0",
                "--max-num-seqs", "2", "--served-model-name", MODEL]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BILLFISH_API_KEY": "k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:

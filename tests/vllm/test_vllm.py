@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import billfish  # noqa: F401  registers packed loading with transformers
-from billfish.driver import Request, quantize
-from billfish.generate import encode
+from billfish.models.generate import encode
 from billfish.models.linear import QuantLinear
+from billfish.offline.driver import quantize
+from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
 
 pytestmark = pytest.mark.vllm
@@ -103,7 +104,7 @@ def quantized(case: Case, folder: Path) -> Path:
     model's own hidden states, so the model is quantized twice, before and after."""
     model, sequences = small_llama(case), recited()
     model.save_pretrained(folder / "dense")
-    request = Request(folder / "dense", folder / "quantized", case.scheme, method="rtn")
+    request = QuantizeRequest(folder / "dense", folder / "quantized", case.scheme, method="rtn")
     quantize(request)
     trunk = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.float32).model
     with torch.inference_mode():
@@ -200,7 +201,7 @@ def test_smollm2(tmp_path):
     if "BILLFISH_SMOLLM2" not in os.environ:
         pytest.skip("BILLFISH_SMOLLM2 names no dense SmolLM2 checkpoint; make test-vllm makes one")
     dense = Path(os.environ["BILLFISH_SMOLLM2"])
-    quantize(Request(dense, tmp_path / "quantized", W4A16(4, 64), method="rtn"))
+    quantize(QuantizeRequest(dense, tmp_path / "quantized", W4A16(4, 64), method="rtn"))
     tokenizer = AutoTokenizer.from_pretrained(dense)
     prompts = [tokenizer(text).input_ids for text in BEGINNINGS]
     prompts += [encode(tokenizer, text, chat=True)[0].tolist() for text in QUESTIONS]

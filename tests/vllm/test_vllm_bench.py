@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_vllm_bench_serve(backend, tmp_path):
     path = write_checkpoint(tmp_path / "tiny", max_position_embeddings=512)
-    command = [sys.executable, "-m", "billfish.cli", "serve", str(path), "--port", "0"]
+    command = [sys.executable, "-m", "billfish.cli.app", "serve", str(path), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from torch.nn.functional import pad
 
 from billfish.errors import UserError
 from billfish.kernels import cpu
-from billfish.schemes.base import Tensors, together, watched
+from billfish.schemes.base import Op, Tensors, together, watched
 from billfish.schemes.w4a16 import columns
-
-if TYPE_CHECKING:
-    from billfish.schemes.w4a16.scheme import W4A16
+from billfish.schemes.w4a16.scheme import W4A16
 
 SLICE = 2**22  # numbers of x that are split into bytes at once: 8 MB
 ROWS = 64  # n is padded to this: whole tiles of every instruction set
@@ -125,18 +123,27 @@ def _(x: Tensor, words: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], words.shape[0] * words.shape[4])
 
 
-class CpuOp:
+class CpuOp(Op):
     name: ClassVar[str] = "cpu"
 
-    @staticmethod
-    def refuses(scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
+    @classmethod
+    def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"its weights are on {device}; move the model to the CPU with model.to('cpu')."
         if find_spec("llvmlite") is None:
             return "llvmlite, which compiles its kernels, is not here; pip install llvmlite."
         return None
 
-    def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:
+    @classmethod
+    def tolerance(cls, scheme: W4A16, tensors: Tensors, x: Tensor) -> float:
+        """x is taken in 16 bits, with an error of 2^-15 of the largest x of a chunk, which is no
+        longer than a group."""
+        weight, group = scheme.dequantize(tensors).double(), scheme.group_of_column(tensors)
+        groups = range(int(group.max()) + 1)
+        largest = torch.stack([x[:, group == g].abs().amax(1) for g in groups], 1)
+        return float((largest.double()[:, group] @ weight.abs().T).max() * 2**-15)
+
+    def __init__(self, scheme: W4A16, tensors: Tensors) -> None:
         self.scheme, self.isa = scheme, cpu.isa()
         self.n, self.k = tensors["weight_shape"].tolist()
         codes, zeros, scales = scheme.codes(tensors), scheme.zeros(tensors), tensors["weight_scale"]
@@ -234,10 +241,6 @@ class CpuOp:
         for op in (whole, *ops):
             op._product = None
         return whole
-
-    @classmethod
-    def gate(cls, ops: Sequence[Any]) -> None:
-        """It has no such kernel."""
 
 
 def strip_words(codes: Tensor, chunk: int, bits: int, width: int) -> Tensor:

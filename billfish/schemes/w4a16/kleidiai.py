@@ -5,9 +5,8 @@ Such outliers are multiplied as a row of their own. The result is off by 0.1 to 
 kept once; scales twice, with zeros a third time: at groups of 64 0.25 and 0.8 bits a weight more.
 """
 
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from torch.nn.functional import pad
 
 from billfish.errors import UserError
 from billfish.formats import layout
-from billfish.schemes.base import Tensors
-
-if TYPE_CHECKING:
-    from billfish.schemes.w4a16.scheme import W4A16
+from billfish.schemes.base import Op, Tensors
+from billfish.schemes.w4a16.scheme import W4A16
 
 STRIP = 8  # outputs: bands of 4 or 8, as the kernels have them, end here
 OUTLIER = 16  # times the mean |x| of its row: there 8 bits cost a model least (docs/LOG.md)
@@ -78,13 +75,13 @@ def works() -> bool:
     return True
 
 
-class KleidiaiOp:
+class KleidiaiOp(Op):
     name: ClassVar[str] = "kleidiai"
     by_name: ClassVar[bool] = True
 
-    @staticmethod
-    def refuses(scheme: "W4A16", n: int, k: int, device: torch.device) -> str | None:
-        group = k if scheme.group_size == -1 else scheme.group_size
+    @classmethod
+    def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:
+        group = scheme.group_of(k)
         if device.type != "cpu":
             return f"its weights are on {device}; move the model to the CPU with model.to('cpu')."
         if scheme.bits > 4 or scheme.has_g_idx:
@@ -95,7 +92,16 @@ class KleidiaiOp:
             return "PyTorch has no KleidiAI for this processor: it takes an ARM with dotprod."
         return None
 
-    def __init__(self, scheme: "W4A16", tensors: Tensors) -> None:
+    @classmethod
+    def tolerance(cls, scheme: W4A16, tensors: Tensors, x: Tensor) -> float:
+        """x is taken in 8 bits: a step of 1/255 of what a row spans. Codes are multiplied as they
+        are around the middle, what zeros make of x is added afterwards."""
+        span = x.double().amax(1) - x.double().amin(1)
+        scales = tensors["weight_scale"].double()[:, scheme.group_of_column(tensors)]
+        weight = (scheme.codes(tensors).double() - scheme.grid.middle) * scales
+        return float(span.max() / 255 * weight.abs().sum(1).max())
+
+    def __init__(self, scheme: W4A16, tensors: Tensors) -> None:
         self.scheme, scales = scheme, tensors["weight_scale"]
         self.n, self.groups = scales.shape
         if self.groups > 1 and not torch.equal(scales.bfloat16().to(scales.dtype), scales):
@@ -137,11 +143,3 @@ class KleidiaiOp:
     def nbytes(self) -> int:
         shift = 0 if self.shift is None else self.shift.nbytes
         return self.packed.nbytes + shift + sum(part.nbytes for part in self.small.values())
-
-    @classmethod
-    def join(cls, ops: Sequence[Any]) -> None:
-        """Its layers stay single: joined, they would spare no more than rounding x once more."""
-
-    @classmethod
-    def gate(cls, ops: Sequence[Any]) -> None:
-        """It has no such kernel."""

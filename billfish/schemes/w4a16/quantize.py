@@ -6,55 +6,47 @@ touches other layers.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from billfish.solvers import gptq
+from billfish.schemes.base import Solved
+from billfish.schemes.w4a16.scheme import W4A16
+from billfish.solvers import awq, gptq
 from billfish.solvers.clip import search_scales
 from billfish.solvers.statistics import Statistics, output_energy
 
-if TYPE_CHECKING:
-    from billfish.schemes.w4a16.scheme import W4A16
-
-METHODS = ("rtn", "gptq", "awq")
 ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights solved at once: 4 MB a temporary on a CPU
-NEEDS_DATA = {"rtn": False, "gptq": True, "awq": True}
 
 
 @dataclass(frozen=True)
-class Solved:
+class Codes(Solved):
+    """Codes, scales and zeros beside the decoded weights."""
+
+    scheme: W4A16
     codes: Tensor  # (n, k) uint8
     scales: Tensor  # (n, g) in the stored dtype
     zeros: Tensor  # (n, g) uint8
-    decoded: Tensor  # (n, k) fp32
-    energy: (
-        Tensor | None
-    )  # (n, 2): squared output error and squared output of each row; None: no data
-    note: str | None
 
-    @property
-    def error(self) -> float | None:
-        """Relative squared error of the layer's output on the calibration inputs."""
-        if self.energy is None:
-            return None
-        lost, total = self.energy.double().sum(0).tolist()
-        return float(lost / total) if total else 0.0
+    def rows(self, start: int, end: int) -> "Codes":
+        cut = slice(start, end)
+        energy = None if self.energy is None else self.energy[cut]
+        return Codes(
+            self.decoded[cut], energy, self.note,
+            self.scheme, self.codes[cut], self.scales[cut], self.zeros[cut],
+        )  # fmt: skip
 
-    def rows(self, start: int, end: int) -> "Solved":
-        cut = [t[start:end] for t in (self.codes, self.scales, self.zeros, self.decoded)]
-        energy = None if self.energy is None else self.energy[start:end]
-        return Solved(cut[0], cut[1], cut[2], cut[3], energy, self.note)
+    def tensors(self) -> dict[str, Tensor]:
+        return self.scheme.pack(self.codes, self.scales, self.zeros)
 
 
 def quantize(
-    scheme: "W4A16",
+    scheme: W4A16,
     weight: Tensor,  # (n, k) fp32
     statistics: Statistics | None,
     method: str,
     dtype: torch.dtype,  # of the stored scales
-) -> Solved:
+) -> Codes:
     k = weight.shape[1]
     known = statistics if statistics is not None and statistics.tokens else None
     hessian = None if known is None else known.hessian
@@ -79,11 +71,11 @@ def quantize(
     ]
     codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     energy = None if hessian is None else output_energy(weight, decoded, hessian)
-    return Solved(codes, scales, zeros, decoded, energy, note)
+    return Codes(decoded, energy, note, scheme, codes, scales, zeros)
 
 
 def _rows(
-    scheme: "W4A16",
+    scheme: W4A16,
     target: Tensor,
     hessian: Tensor | None,
     factor: gptq.Factor | None,
@@ -91,7 +83,7 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, zeros and decoded weights of some rows. Without a Hessian, plain rounding."""
     n, k = target.shape
-    grid, size = scheme.grid, k if scheme.group_size == -1 else scheme.group_size
+    grid, size = scheme.grid, scheme.group_of(k)
     groups = target.view(n, -1, size)
     if hessian is None:
         scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), dtype)
@@ -104,3 +96,17 @@ def _rows(
     decoded = grid.decode(codes, scale[..., None], zero[..., None]).view(n, k)
     byte = torch.uint8
     return codes.view(n, k).to(byte), scale.to(dtype), zero.to(byte), decoded
+
+
+def search_fold(
+    scheme: W4A16,
+    weight: Tensor,  # (n, k) fp32: all linears that read one input, stacked
+    statistics: Statistics,
+    share: Tensor,  # (k,) int64: channels with one value get one scale
+    dtype: torch.dtype,
+) -> Tensor:
+    """AWQ's factor of each column, (k,) fp32."""
+    return awq.search_fold(
+        weight, statistics.hessian, statistics.magnitude, share, scheme.grid,
+        scheme.group_of(weight.shape[1]), dtype,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Files of a model: reading, judging, writing and translating them."""

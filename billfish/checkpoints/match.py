@@ -1,0 +1,159 @@
+"""The model that config.json describes against the tensors of the files, one to one.
+
+transformers itself does the matching, with its renamings, its ties and its lists of what may be
+absent, on tensors that have a shape and no storage: whatever it would invent or leave unread is
+known before a byte is read. Knows no format of quantized weights.
+"""
+
+import copy
+import re
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # its classes only when they are needed: their import may be under way
+from transformers.utils import logging
+
+from billfish.checkpoints.config import GENERATION
+from billfish.checkpoints.read import Checkpoint
+from billfish.errors import UserError
+
+POOLER = re.compile(r"\bpooler\b")  # which sentence-transformers leave out, as they do not use it
+Problem = tuple[str, str]  # the tensor, and a sentence about it
+
+
+def architecture(checkpoint: Checkpoint) -> Any:
+    """The class that config.json names."""
+    name = next(iter(checkpoint.config.get("architectures") or []), "not given")
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise UserError(
+            f"{checkpoint.path / 'config.json'}: architectures: {name!r} is no model of "
+            f"transformers {transformers.__version__}."
+        )
+    return found
+
+
+def model_config(checkpoint: Checkpoint) -> Any:
+    """transformers' own reading of config.json."""
+    kind = checkpoint.config.get("model_type")
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            checkpoint.path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # its checks raise many kinds
+        raise UserError(
+            f"{checkpoint.path / 'config.json'}: transformers {transformers.__version__} cannot "
+            f"read it as model_type {kind!r}: {cause(error)}"
+        ) from error
+
+
+def check_generation(path: Path) -> None:
+    """Raises where transformers cannot read generation_config.json, if there is one."""
+    if (path / GENERATION).exists():
+        try:
+            transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # as above
+            raise UserError(f"{path / GENERATION}: cannot be used: {cause(error)}") from error
+
+
+def problems(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    spare: Container[str] = (),
+    model_class: Any = None,
+    config: Any = None,
+) -> list[Problem]:
+    """Where the tensors `shapes` and the model (a causal LM, unless told) do not fit, a sentence
+    each; those in `spare` it may lack. Nothing is allocated, whatever sizes the config has."""
+    config = copy.deepcopy(config or model_config(checkpoint))
+    if model_class is None:
+        model_class, config = causal(checkpoint, config)
+    if not isinstance(config, model_class.config_class or object):
+        raise UserError(
+            f"{checkpoint.path / 'config.json'}: model_type {config.model_type!r} is not that of "
+            f"{model_class.__name__}, which it names in architectures."
+        )
+    config.__dict__.pop("quantization_config", None)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        with quiet():
+            _, info = model_class.from_pretrained(
+                None, config=config, state_dict=state, dtype=torch.float32,
+                device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # a class may raise anything of numbers that make no sense
+        raise UserError(
+            f"{checkpoint.path / 'config.json'}: transformers cannot build "
+            f"{model_class.__name__} from it: {cause(error)}"
+        ) from error
+    return differences(info, model_class.__name__, spare)
+
+
+def causal(checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
+    """The class that AutoModelForCausalLM takes for a config, and what it hands to it."""
+    found: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise UserError(
+            f"{checkpoint.path / 'config.json'}: model_type {config.model_type!r} is no causal LM "
+            f"of transformers {transformers.__version__}: it cannot write text."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
+    if isinstance(found, tuple | list):
+        told = config.architectures or ()
+        found = next((one for one in found if one.__name__ in told), found[0])
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return found, config.get_text_config() if found.config_class == text else config
+
+
+def differences(info: Mapping[str, Any], model: str, spare: Container[str] = ()) -> list[Problem]:
+    """What transformers tells after loading, as sentences; none: one to one."""
+    wrong = [
+        (name, f"has shape {tuple(found)}, {model} has {tuple(wanted)} there.")
+        for name, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    missing = [
+        (name, f"missing: {model} needs it, no file holds it, and it would be random.")
+        for name in sorted(info["missing_keys"])
+        if not POOLER.search(name)
+    ]
+    more = [
+        (name, f"is in the files, and {model} has no such tensor.")
+        for name in sorted(info["unexpected_keys"])
+        if name not in spare
+    ]
+    return wrong + missing + more
+
+
+def refuse(checkpoint: Checkpoint, found: list[Problem]) -> None:
+    if found:
+        name, sentence = found[0]
+        others = f" {len(found) - 1} more do not fit, next {found[1][0]!r}." if found[1:] else ""
+        held = checkpoint.entries.get(name)
+        raise UserError(
+            f"{checkpoint.path / held.file if held else checkpoint.path}: {name!r} {sentence}"
+            f"{others} The checkpoint is incomplete, or its config.json belongs to another."
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' own report, which would be of a model that nobody sees."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def cause(error: BaseException) -> str:
+    """An error of somebody else's as part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,123 @@
+"""Our own dialect, for what no public format can say: any scheme, with parameters for each layer.
+
+    "quant_method": "billfish", "format_version": 1,
+    "schemes": {"0": {"name": ..., parameters}, ...},     what there is
+    "linear": "0",                                        that of all linears, or null
+    "layers": {"model.layers.0.mlp.down_proj": "1", ...}  exceptions; null: not quantized
+
+Canonical tensors are stored under their own names; the one called weight_packed is there for every
+packed linear (docs/FORMAT.md). Knows no files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.formats.spec import TensorSpec
+from billfish.schemes.base import Scheme, Tensors
+from billfish.schemes.dialect import (
+    Config,
+    Plain,
+    check_stored,
+    common_scheme,
+    integer,
+    method_of,
+    section,
+)
+from billfish.schemes.registry import fields, from_fields
+
+METHOD = "billfish"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Own(Plain):
+    name: ClassVar[str] = METHOD
+    zero_scales: ClassVar[bool] = False
+    known_as: ClassVar[str] = METHOD
+    words: ClassVar[str] = "weight_packed"
+    kinds: ClassVar[Mapping[str, str]] = {"weight_packed": "packed", "weight_scale": "scales"}
+    writable: ClassVar[bool] = False  # `convert` goes to formats that others read
+
+    of_all: Scheme | None
+    layers: Mapping[str, Scheme | None]
+
+    @staticmethod
+    def claims(config: Config) -> bool:
+        return method_of(config) == METHOD
+
+    @classmethod
+    def read(cls, config: Config) -> "Own":
+        version = integer(config, "format_version")
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"quantization_config: format_version {version}; this Billfish reads "
+                f"{FORMAT_VERSION}. Update it: pip install -U billfish."
+            )
+        known: dict[str, Scheme] = {}
+        for name, written in section(config, "schemes").items():
+            if not isinstance(written, Mapping):
+                raise UserError(f"quantization_config: scheme {name!r} is {written!r}, no object.")
+            try:
+                known[name] = from_fields(dict(written))
+            except UserError as error:
+                raise UserError(f"quantization_config: {error}") from None
+
+        def named(where: str, name: Any) -> Scheme | None:
+            if name is None or (isinstance(name, str) and name in known):
+                return None if name is None else known[name]
+            raise UserError(
+                f"quantization_config: {where} has the scheme {name!r}; known are "
+                f"{', '.join(known) or 'none'}."
+            )
+
+        layers = {name: named(name, value) for name, value in section(config, "layers").items()}
+        return cls(named("linear", config.get("linear")), layers)
+
+    def scheme(self, module: str) -> Scheme | None:
+        return self.layers.get(module, self.of_all)
+
+    def stored(self, scheme: Scheme, n: int, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return scheme.tensors(n, k, dtype)
+
+    def size(self, scheme: Scheme, stored: Tensors) -> tuple[int, int]:
+        try:
+            return scheme.size(stored)
+        except KeyError as missing:
+            part = str(missing.args[0])
+            raise UserError(f"{part} is missing, which says how large it is.", part) from None
+
+    def to_canonical(self, scheme: Scheme, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
+        check_stored(self, scheme, stored, n, k)
+        if (found := self.size(scheme, stored)) != (n, k):
+            raise UserError(
+                f"its tensors are of a {found[0]} x {found[1]} layer, the model's is {n} x {k}. "
+                "The file does not belong to this config.json."
+            )
+        return {name: stored[name] for name in scheme.tensors(n, k, torch.float16)}
+
+    def from_canonical(self, scheme: Scheme, tensors: Tensors) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    @staticmethod
+    def config(schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        usual = common_scheme(schemes)
+        kinds = {usual: "0"}
+        for scheme in schemes.values():
+            kinds.setdefault(scheme, str(len(kinds)))
+        others = {module: kinds[scheme] for module, scheme in schemes.items() if scheme != usual}
+        return {
+            "quant_method": METHOD,
+            "format_version": FORMAT_VERSION,
+            "schemes": {name: fields(scheme) for scheme, name in kinds.items()},
+            "linear": "0",
+            "layers": {**others, **dict.fromkeys(ignore)},
+        }
+
+    @staticmethod
+    def config_of_all(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
+        return Own.config({"": scheme}, ignore)

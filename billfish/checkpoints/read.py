@@ -1,0 +1,174 @@
+"""A Hugging Face checkpoint directory as named tensors, read one at a time.
+
+The one reader of every command. What config.json, the index and the headers say is judged when the
+directory is opened (config.py, header.py), so that a missing, truncated or hostile file is an error
+at the start and not after hours. Refuses pickles and remote code. Knows nothing of quantization.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from billfish.checkpoints.config import CONFIG, read_config, read_json, walk
+from billfish.checkpoints.header import DTYPES, Entry, read_header
+from billfish.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PARTS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of a distributed checkpoint
+# Keys that say how many modules there are: each is an object to build, whatever its size.
+COUNTS = re.compile(r"(^|_)(n|num|encoder|decoder)_(\w+_)?(layer|expert|block|group|stage)s?$")
+
+
+class Checkpoint:
+    """An opened directory: what is in it by name, and the tensors on demand."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = read_config(self.path)
+        self.entries: dict[str, Entry] = {}
+        self._open(self._files())
+        check_counts(self.path / CONFIG, self.config, self.entries)
+
+    @classmethod
+    def of_files(cls, files: Sequence[str]) -> "Checkpoint":
+        """Shards of one directory that somebody else has chosen, and no config."""
+        made = cls.__new__(cls)
+        made.path, made.config, made.entries = Path(files[0]).parent, {}, {}
+        made._open({Path(file).name: [] for file in files})
+        return made
+
+    def _open(self, files: dict[str, list[str]]) -> None:
+        for file, names in files.items():
+            header = read_header(self.path / file)
+            for name in names:
+                if name not in header:
+                    raise UserError(
+                        f"{self.path / file}: the index says it holds {name!r}, it does not. "
+                        "The checkpoint is incomplete: download or copy it again."
+                    )
+            for name in header:
+                if name in self.entries:
+                    raise UserError(
+                        f"{self.path / file}: holds {name!r}, and so does "
+                        f"{self.entries[name].file}: which of the two counts is not said."
+                    )
+            self.entries |= header
+
+    def _files(self) -> dict[str, list[str]]:
+        """Shard -> names the index expects there."""
+        parts = next((p.name for p in self.path.iterdir() if PARTS.fullmatch(p.name)), None)
+        if parts:
+            raise UserError(f"{self.path / parts}: part of a distributed checkpoint; refused.")
+        index, single = self.path / INDEX, self.path / SINGLE
+        if index.exists() and single.exists():
+            raise UserError(
+                f"{self.path}: has {SINGLE} and {INDEX}; readers differ in which they take. "
+                "Remove the one that is not meant."
+            )
+        if index.exists():
+            return read_index(index)
+        if single.exists():
+            return {SINGLE: []}
+        pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(self.path.glob(end))]
+        found = f" It has {', '.join(pickles[:3])}: pickles can run code and are refused; "
+        raise UserError(
+            f"{self.path}: neither {SINGLE} nor {INDEX} is there."
+            + (
+                found + "save the model again with save_pretrained (safetensors)."
+                if pickles
+                else ""
+            )
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        with safe_open(self.path / entry.file, framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def read_index(index: Path) -> dict[str, list[str]]:
+    """Shard -> names; shards are plain names of safetensors files in the same directory."""
+    content = read_json(index, once=True)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: its weight_map names no tensor. Copy it again.")
+    if not isinstance(content.get("metadata"), dict):
+        raise UserError(f"{index}: has no metadata, which transformers needs. Copy it again.")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and Path(file).name == file and len(file) <= 255
+        if not plain or not file.isprintable():
+            raise UserError(
+                f"{index}: {name!r} is said to be in {file!r}, which is no name of a file in this "
+                "directory; refused."
+            )
+        if not file.endswith(".safetensors"):
+            raise UserError(f"{index}: {name!r} is said to be in {file}, which is no safetensors.")
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def check_counts(file: Path, config: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Before a model is built: no config may ask for more modules than there are tensors, or rows
+    in one of them (experts are often fused)."""
+    most = max([len(entries), *(size for entry in entries.values() for size in entry.shape)])
+    for where, key, value in walk(config):
+        if not COUNTS.search(key) or type(value) is not int:
+            continue
+        if value > (len(entries) if "layer" in key else most):
+            raise UserError(
+                f"{file}: {where} is {value}, and the files hold {len(entries)} tensors with "
+                f"{most} rows at most. They do not belong together."
+            )
+
+
+def stored_dtype(path: Path | str) -> torch.dtype:
+    """Of a checkpoint's numbers: as its config.json says, else as the first of them are."""
+    config = read_config(Path(path))
+    told = config.get("dtype") or config.get("torch_dtype")
+    named = getattr(torch, str(told).removeprefix("torch."), None)
+    if isinstance(named, torch.dtype):
+        return named
+    held = (entry.dtype for entry in Checkpoint(path).entries.values())
+    return next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
+
+
+def resolve(model: str) -> Path:
+    """A local directory, or a hub id through huggingface_hub (network or its cache)."""
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"{model}: no such directory here, and the hub does not give it "
+            f"({type(error).__name__}). Check the path, the name or the network."
+        ) from None
+
+
+__all__ = [
+    "DTYPES", "INDEX", "SINGLE", "Checkpoint", "Entry", "read_config", "read_header", "read_json",
+    "resolve", "stored_dtype",
+]  # fmt: skip

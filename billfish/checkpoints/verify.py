@@ -1,0 +1,244 @@
+"""A checkpoint opened in spite of its problems, which are collected: the work of `verify`.
+
+Hashes, headers, the index, then every tensor, a layer at a time: shapes and dtypes as the dialect
+stores them, numbers that are finite, groups and zeros that the dialect can read. At last the model
+class: a parameter that no file holds would be random. Knows no dialect by its details; changes
+nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from billfish.checkpoints import write as files
+from billfish.checkpoints.config import CONFIG, READ, read_config, read_json
+from billfish.checkpoints.header import read_header
+from billfish.checkpoints.kv_file import KV_FILE, read_kv
+from billfish.checkpoints.match import Problem, architecture, check_generation, problems
+from billfish.checkpoints.packed import PackedLinear, by_module, check_bias, measure, recognize
+from billfish.checkpoints.read import INDEX, SINGLE, Checkpoint, check_counts
+from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
+from billfish.checkpoints.unfinished import JOB
+from billfish.errors import UserError
+from billfish.formats.spec import first_nonfinite
+from billfish.schemes.dialect import Dialect
+
+COUNTED = ("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters")
+WRITERS = ("ForCausalLM", "LMHeadModel")
+T = TypeVar("T")
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Every problem of a checkpoint, by file and tensor; a UserError if there is no directory."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory. Give a local Hugging Face checkpoint.")
+    survey = Survey(path)
+    survey.check_manifest()
+    survey.check_tensors()
+    survey.check_kv()
+    survey.check_tokenizer()
+    return {"ok": not survey.problems, "checked": dict(survey.checked), "problems": survey.problems}
+
+
+class Survey(Checkpoint):
+    def __init__(self, path: Path) -> None:
+        self.path, self.entries = path, {}
+        self.problems: list[dict[str, str | None]] = []
+        self.checked: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.lost: set[str] = set()  # told of already: nobody asks for them again
+        if (path / JOB).is_dir():
+            way_out = "Run the same `billfish quantize` again: it goes on where it stopped."
+            self.complain(JOB, None, f"the job that writes this directory is unfinished. {way_out}")
+        config = self.attempt(CONFIG, lambda: read_config(path))
+        self.told, self.config = config is not None, config or {}
+        shards = self.attempt(INDEX if (path / INDEX).exists() else SINGLE, self._files) or {}
+        self.whole = bool(shards)  # every shard could be opened
+        for file, names in shards.items():
+            self.open_shard(file, names)
+        if not self.attempt(CONFIG, self.fits):
+            self.whole = False
+
+    def fits(self) -> bool:
+        check_counts(self.path / CONFIG, self.config, self.entries)
+        return True
+
+    def complain(self, file: str | None, tensor: str | None, problem: str) -> None:
+        self.problems.append({"file": file, "tensor": tensor, "problem": problem})
+
+    def about(self, name: str, problem: str) -> None:
+        """A complaint about one tensor; of a missing one no file is known."""
+        self.complain(self.entries[name].file if name in self else None, name, problem)
+
+    def attempt(self, file: str, call: Callable[[], T], more: str = "") -> T | None:
+        """What `call` gives, or a complaint about `file`."""
+        try:
+            return call()
+        except UserError as error:
+            text = str(error).removeprefix(f"{self.path / file}: ").removeprefix(f"{self.path}: ")
+        self.complain(file, None, text + more)
+        return None
+
+    # -- files
+
+    def open_shard(self, file: str, names: list[str]) -> None:
+        gone = f" {len(names)} tensors are lost with it, {names[0]} the first." if names else ""
+        header = self.attempt(file, lambda: read_header(self.path / file), gone)
+        if header is None:
+            self.whole = False
+            self.lost.update(names)
+            return
+        self.checked["files"] += 1
+        for name in sorted({*header} & {*self.entries}):
+            self.complain(file, name, f"is in {self.entries[name].file}, too: which one counts?")
+        self.entries.update(header)
+        for name in sorted({*names} - {*header}):
+            self.lost.add(name)
+            self.complain(file, name, f"missing: {INDEX} says it is in this file.")
+        for name in sorted({*header} - {*names}) if names else ():
+            self.complain(file, name, f"is in this file, and {INDEX} does not say so.")
+
+    def check_manifest(self) -> None:
+        if not (self.path / files.MANIFEST).exists():
+            return
+        manifest = self.attempt(files.MANIFEST, lambda: read_json(self.path / files.MANIFEST))
+        if manifest is None:
+            return
+        hashes = manifest.get("sha256")
+        if not isinstance(hashes, dict) or not hashes:
+            self.complain(files.MANIFEST, None, "holds no hashes to compare with. Copy it again.")
+            return
+        self.checked["hashes"] = len(hashes)
+        for file, problem in files.check_manifest(self.path):
+            self.complain(file, None, problem)
+
+    # -- tensors
+
+    def check_tensors(self) -> None:
+        dialect, _, unsupported = recognize(self)
+        if unsupported:
+            self.complain(CONFIG, None, unsupported)
+        shapes: dict[str, tuple[int, ...]] = {}  # as the model class has them; (): told of already
+        for module, names in by_module(self).items():
+            size = None if dialect is None else self.check_layer(dialect, module, names)
+            if size is not None:
+                self.checked["packed_linears"] += 1
+                shapes[f"{module}.weight"] = size
+            for part, name in names.items():
+                self.checked["tensors"] += 1
+                self.checked["bytes"] += self.entries[name].nbytes
+                if size is None or part == "bias":
+                    self.checked["dense_tensors"] += 1
+                    self.check_finite(name, self.tensor(name))
+                    shapes[name] = self.entries[name].shape
+        if dialect is not None and not self.checked["packed_linears"] and self.entries:
+            told = f"it says {dialect.name}, and no layer of the files is packed that way."
+            self.complain(CONFIG, None, told)
+        if self.whole and self.told and not self.lost and not unsupported:
+            self.check_class(shapes)
+
+    def check_finite(self, name: str, tensor: Tensor) -> None:
+        problem = first_nonfinite("", tensor)
+        if problem:
+            self.about(name, f"{problem.strip()}. Copy it again, or make the model again.")
+
+    def check_layer(
+        self, dialect: Dialect, module: str, names: Mapping[str, str]
+    ) -> tuple[int, ...] | None:
+        """(n, k) of a packed linear, () where that cannot be told, None if it is not packed."""
+        before = len(self.problems)
+        base = dialect.scheme(module)
+        known = {} if base is None else dialect.stored(base, 0, 0, torch.float16)
+        if dialect.words not in names:
+            kept = sorted(known.keys() & names.keys())
+            words = f"{module}.{dialect.words}"
+            if kept and words not in self.lost:
+                self.about(words, f"missing: {', '.join(kept)} of this layer are there without it.")
+            return () if kept else None
+        for part in sorted(names.keys() - known.keys() - {"bias"}) if known else ():
+            self.about(names[part], f"unknown in a {dialect.name} layer with {base}.")
+        if not self.lost.isdisjoint(f"{module}.{part}" for part in known):
+            return ()
+        source = names.get("weight_shape", names[dialect.words])  # what tells the layer's size
+        try:
+            found = measure(self, dialect, module, names)
+            scheme, n, k = found.scheme, found.n, found.k
+            check_bias(self, names, n)
+            dtypes = [self.entries[names[part]].dtype for part in known if part in names]
+            dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float16)
+            specs = dialect.stored(scheme, n, k, dtype)
+        except UserError as error:
+            self.about(f"{module}.{error.part}" if error.part else source, str(error))
+            return ()
+        wrong = {}
+        for part, spec in specs.items():
+            if part in names:
+                entry = self.entries[names[part]]
+                problem = spec.mismatch(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+                if problem:
+                    wrong[part] = f"{problem} for a {n} x {k} layer with {scheme}."
+            elif part not in dialect.optional:
+                self.about(f"{module}.{part}", f"missing: a {dialect.name} layer needs it.")
+        if len(wrong) > 1:  # rather the one that tells the size than all the others
+            self.about(source, f"says the layer is {n} x {k}; {', '.join(wrong)} do not fit that.")
+        elif wrong:
+            self.about(names[next(iter(wrong))], next(iter(wrong.values())))
+        if len(self.problems) > before:
+            return ()
+        stored = {part: self.tensor(names[part]) for part in specs if part in names}
+        self.check_numbers(dialect, found, stored)
+        return n, k
+
+    def check_numbers(
+        self, dialect: Dialect, layer: PackedLinear, stored: dict[str, Tensor]
+    ) -> None:
+        before = len(self.problems)
+        for part, tensor in stored.items():
+            self.check_finite(layer.names[part], tensor)
+            if not dialect.zero_scales and tensor.is_floating_point() and bool((tensor == 0).any()):
+                where = (tensor == 0).nonzero()[0].tolist()
+                self.about(layer.names[part], f"holds a scale of 0 at {where}: its group is lost.")
+        if len(self.problems) > before:
+            return
+        try:
+            dialect.to_canonical(layer.scheme, stored, layer.n, layer.k)  # as loading does
+        except UserError as error:
+            self.about(layer.names[error.part or dialect.words], str(error))
+
+    def check_class(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """What a loader would find: parameters of the model class that no file holds, or that have
+        another shape there, and tensors that it does not have."""
+        told = {problem["tensor"] for problem in self.problems}
+        told |= {name for name, shape in shapes.items() if shape == () and name not in self}
+        packed = {name.removesuffix("weight") + "bias" for name in shapes if name not in self}
+        found = self.attempt(CONFIG, lambda: self.compare(shapes, packed))
+        for name, sentence in found or ():
+            if name not in told:
+                self.about(name, sentence)
+        self.checked["parameters"] = 0 if found is None else len(shapes) - len(found)
+
+    def compare(self, shapes: dict[str, tuple[int, ...]], spare: set[str]) -> list[Problem]:
+        named = architecture(self)
+        check_generation(self.path)
+        return problems(self, shapes, spare, None if self.writes else named)
+
+    @property
+    def writes(self) -> bool:
+        return any(name.endswith(WRITERS) for name in self.config.get("architectures") or ())
+
+    def check_kv(self) -> None:
+        if (self.path / KV_FILE).exists():
+            self.attempt(KV_FILE, lambda: read_kv(self.path / KV_FILE))
+
+    def check_tokenizer(self) -> None:
+        """A model that writes text is of no use without one. Others may never have had any; if a
+        file of it is there, it must be readable."""
+        names = [name for name in READ if name.startswith("tokenizer")]
+        if self.told and (self.writes or any((self.path / name).exists() for name in names)):
+            tokenizer = self.attempt("tokenizer.json", lambda: load_tokenizer(self.path))
+            rows = self.config.get("vocab_size")
+            if tokenizer is not None and isinstance(rows, int):
+                self.attempt("tokenizer.json", lambda: refuse_foreign(tokenizer, rows, self.path))

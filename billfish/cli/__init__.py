@@ -1,0 +1,1 @@
+"""The command line. `app` puts the groups of commands together."""

@@ -1,0 +1,182 @@
+"""`billfish serve` and `billfish bench serve`: arguments in, one call. Nothing is computed here."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from billfish.cli import bench as cli_bench
+from billfish.cli import show, show_bench
+from billfish.cli.bench import Dtype, DtypeOption
+from billfish.errors import UserError
+
+INSTALL = "pip install 'billfish[serve]'"
+
+
+def need_server() -> None:
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {' and '.join(missing)}: {INSTALL}")
+
+
+class ToolCallParser(StrEnum):
+    auto = "auto"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    mistral = "mistral"
+
+
+class Kv(StrEnum):
+    kv16 = "kv16"
+    kv8 = "kv8"
+    kv4 = "kv4"
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and text; default: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Texts written at the same time.")] = 32,
+    max_queue: Annotated[
+        int, typer.Option(help="Texts that may wait beside them; more get 503.")
+    ] = 256,
+    kv: Annotated[Kv, typer.Option(help="The cache's format.")] = Kv.kv16,
+    gpu_memory: Annotated[
+        float, typer.Option(help="Of the card, weights and cache together.")
+    ] = 0.9,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="Asked of every client.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients; default: its directory's.")
+    ] = None,
+    tool_call_parser: Annotated[
+        ToolCallParser, typer.Option(help="How the model writes calls; auto: as its template says.")
+    ] = ToolCallParser.auto,
+) -> None:
+    """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
+    need_server()
+    from billfish.engine.llm import LLM
+    from billfish.server.run import Settings, bind, run
+
+    name = served_model_name if served_model_name is not None else model.resolve().name
+    settings = Settings(
+        name, host, port, api_key, max_queue, tool_call_parser=tool_call_parser.value
+    )
+    bound = bind(settings)
+    with show.status() as say:
+        say(f"loading {model}")
+        llm = LLM(
+            model,
+            kv=kv.value,
+            dtype=dtype.value,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory=gpu_memory,
+        )
+    run(llm, settings, bound, lambda told: show.err.print(told, markup=False))
+
+
+@cli_bench.app.command(
+    "serve", epilog="Example: billfish bench serve http://127.0.0.1:8000 --rate 1,2,4 --plot s.png"
+)
+def bench_serve(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A server's address; or a checkpoint, which gets servers of its own."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Servers of random weights in the shape of a model: llama3-8b."),
+    ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(help="Of own servers, a list: fp16+kv16,w4a16+kv4; or stored+kv4."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Of own servers.")] = 64,
+    device: Annotated[str, typer.Option(help="Of own servers: auto, cpu or cuda.")] = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    rate: Annotated[
+        str, typer.Option(help="Requests a second, a list; inf: all at once.")
+    ] = "1,2,4",
+    requests: Annotated[int, typer.Option(help="Of each rate.")] = 100,
+    input_: Annotated[
+        str, typer.Option("--input", help="Tokens of a prompt: 64, or a range, 16-128.")
+    ] = "64",
+    output: Annotated[str, typer.Option(help="Tokens written to each, or a range.")] = "64",
+    model: Annotated[str | None, typer.Option(help="Its name; default: the server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="If the server asks for one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Take another one to meet no cached prompt again.")] = 0,
+    json_: cli_bench.Json = False,
+    save: cli_bench.Save = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw times against the rate into this file: s.png.")
+    ] = None,
+) -> None:
+    """Send requests that arrive at random, and time them: TTFT, TPOT, ITL, E2E, throughput."""
+    from billfish.bench import plot_serve
+    from billfish.bench.plot import need_matplotlib
+    from billfish.bench.serve import Load, measure, parse_range, parse_rates
+
+    if (target is None) == (config is None):
+        raise UserError(
+            "say what is measured: a server's address, a checkpoint directory, or --config with a "
+            "model's name."
+        )
+    url = target if target is not None and "://" in target else None
+    for name, given in (("--variants", variants), ("--dtype", dtype != Dtype.auto)):
+        if url is not None and given:
+            raise UserError(
+                f"{name} is for own servers: drop it, or give a checkpoint or --config."
+            )
+    load = Load(
+        url or "http://127.0.0.1", parse_rates(rate), requests, parse_range("--input", input_),
+        parse_range("--output", output), model, api_key, seed,
+    )  # fmt: skip
+    if plot is not None:
+        need_matplotlib()
+    cli_bench.need_directory(save)
+    cli_bench.need_directory(plot, "--plot")
+    keep = cli_bench.keeper(save)
+    with show.status(json_) as say:
+        if url is not None:
+            result = measure(load, say, keep)
+        else:
+            result = _own(load, config or target or "", config is not None, variants,
+                          max_num_seqs, device, dtype.value, say, keep)  # fmt: skip
+    cli_bench.present(result, json_, show_bench.served, save)
+    if plot is not None:
+        plot_serve.draw(result, plot)
+        show.err.print(f"drawn: {plot}", markup=False)
+    servers = result.get("servers", [result])
+    if not any(point["completed"] for server in servers for point in server["points"]):
+        raise typer.Exit(1)  # every point has said why
+
+
+def _own(
+    load: Any, model: str, random: bool, variants: str | None, sequences: int, device: str,
+    dtype: str, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:  # fmt: skip
+    need_server()
+    from billfish.bench import own_server
+    from billfish.bench import variants as asked
+    from billfish.models.compute import device_of
+
+    usual = asked.usual(random, device_of(device), dtype)
+    wanted = asked.parse_variants(variants or usual)
+    request = asked.GenerateRequest(model=model, random=random, variants=wanted, dtype=dtype)
+    if sequences < 1:
+        raise UserError(f"--max-num-seqs {sequences}: at least 1.")
+    tokens = load.input[1] + load.output[1]
+    return own_server.measure(own_server.Own(request, device, tokens, sequences), load, say, keep)

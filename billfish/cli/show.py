@@ -1,0 +1,290 @@
+"""Results for people: tables, bars and plain lines. Every function takes what a command returned.
+
+On a terminal there is a progress bar with the time left; elsewhere plain lines, one a block.
+NO_COLOR is respected by rich. Progress and errors go to stderr, results to stdout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+# No emoji: texts and messages are shown as they are, a :-1: in them, too.
+out = Console(soft_wrap=True, highlight=False, emoji=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+
+Result = dict[str, Any]
+
+
+def _warn(messages: list[str]) -> None:
+    for message in messages:
+        out.print(f"[bold yellow]warning:[/] [yellow]{escape(message)}[/]")
+
+
+def error(message: str) -> None:
+    err.print(f"[bold red]error:[/] {escape(message)}")
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+@contextmanager
+def status(quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that changes on a terminal, lines that follow each other elsewhere."""
+    if quiet:
+        yield lambda message: None
+    elif err.is_terminal:
+        with err.status("") as spinner:
+            yield lambda message: spinner.update(escape(message))
+    else:
+        yield lambda message: err.print(escape(message))
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Callable[[Any], None]]:
+    """For the driver: what it tells after every linear and every block."""
+    if quiet:
+        yield lambda told: None
+        return
+    bar = Bar(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"),
+        TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=err,
+        disable=not err.is_terminal,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("calibrating", total=None, left="")
+        errors: list[float] = []
+
+        def tell(told: Any) -> None:
+            if told.linear is not None:
+                detail = "" if told.error is None else f"  error {told.error:.2e}"
+                bar.update(task, description=escape(told.linear + detail), total=told.blocks)
+                if told.error is not None:
+                    errors.append(told.error)
+                if told.note:
+                    bar.console.print(f"[yellow]{escape(told.linear)}: {escape(told.note)}[/]")
+                return
+            left = "" if told.seconds_left is None else f"{duration(told.seconds_left)} left"
+            bar.update(task, completed=told.block + 1, total=told.blocks, left=left)
+            if not err.is_terminal:
+                worst = f", worst layer error {max(errors):.2e}" if errors else ""
+                err.print(f"block {told.block + 1}/{told.blocks}{worst}, {left}")
+            errors.clear()
+
+        yield tell
+
+
+def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for i, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
+        made.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*[escape(str(cell)) for cell in row])
+    out.print(made)
+
+
+def lines(pairs: list[tuple[str, Any]]) -> None:
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        out.print(f"[bold]{name:<{width}}[/]  {escape(str(value))}")
+
+
+def quantized(result: Result) -> None:
+    layers, noted = result["layers"], [layer for layer in result["layers"] if layer["note"]]
+    before, after = result["bytes_before"], result["bytes_after"]
+    weights = sum(layer["n"] * layer["k"] for layer in layers)
+    bits = sum(layer["n"] * layer["k"] * layer["bits_per_weight"] for layer in layers) / weights
+    lines([
+        ("written", result["output"]),
+        ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
+        ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
+        ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
+        ("time", duration(result["seconds"])),
+    ])  # fmt: skip
+    _warn(result["warnings"])
+    for layer in noted:
+        out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
+    out.print(f"next: billfish generate {escape(result['output'])} --prompt 'Hello' --chat")
+
+
+def stream(piece: str) -> None:
+    out.print(piece, end="", markup=False)
+    out.file.flush()
+
+
+def generated(result: Result) -> None:
+    speed = result["tokens_per_second"]
+    rate = f"{speed:.1f} tokens/s" if speed else "one token"
+    out.print()
+    err.print(
+        f"[dim]{result['tokens']} tokens, {rate}; prompt of {result['prompt_tokens']} tokens in "
+        f"{result['prompt_seconds']:.2f} s[/]"
+    )
+
+
+def conversion(result: Result) -> None:
+    lines([
+        ("converted", f"{result['layers']} linears, {result['from']} -> {result['to']}"),
+        ("size", f"{size(result['bytes_read'])} -> {size(result['bytes_written'])}"),
+    ])  # fmt: skip
+    for note in result["notes"]:
+        out.print(f"[yellow]{escape(note)}[/]")
+
+
+def findings(result: Result) -> None:
+    colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
+    for found in result["findings"]:
+        colour = colours[found["status"]]
+        out.print(
+            f"[{colour}]{found['status']:<8}[/] [bold]{escape(found['name'])}[/]  "
+            + escape(found["detail"])
+        )
+        if found["fix"] and found["status"] != "ok":
+            out.print(f"         -> {escape(found['fix'])}")
+
+
+def evaluation(result: Result) -> None:
+    rows = []
+    for task in result["tasks"]:
+        row = [task["title"], task["metric"], _estimate(task["model"]), _estimate(task["baseline"])]
+        row += [_estimate(task["recovery"], 100, " %"), _estimate(task["kl"])]
+        rows.append(row)
+    table("scores", ["task", "metric", "model", "original", "recovery", "KL (nats)"], rows)
+    before = result["baseline"]["bytes"] if result["baseline"] else None
+    sizes = size(result["model"]["bytes"]) + (f" (original {size(before)})" if before else "")
+    lines([("size", sizes), ("time", duration(result["seconds"]))])
+
+
+def _estimate(part: Result | None, factor: float = 1, unit: str = "") -> str:
+    if part is None or part["value"] is None:
+        return "-"
+    value = part["value"] * factor
+    digits = 4 if abs(value) < 1 else 2
+    spread = part.get("stderr")
+    tail = "" if spread is None else f" ± {spread * factor:.{digits}f}"
+    return f"{value:.{digits}f}{tail}{unit}"
+
+
+def plan(result: Result) -> None:
+    rows = []
+    for group in _alike(result["layers"]):
+        layer, bits = group[0], group[0]["bits_per_weight"]
+        rows.append([
+            layer["module"].rpartition(".")[2],
+            len(group),
+            f"{layer['n']} x {layer['k']}",
+            "16 bits" if layer["skip"] else layer["scheme"],
+            "" if layer["skip"] else f"{bits:.3f}",
+            size(sum(each["bytes_before"] for each in group)),
+            size(sum(each["bytes_after"] for each in group)),
+            " ".join(map(str, layer["tp"])),
+        ])  # fmt: skip
+    columns = ["linear", "count", "n x k", "becomes", "bits", "before", "after", "shards at"]
+    table(f"plan for {result['model']}", columns, rows)
+    totals, guess, tp = result["totals"], result["estimates"], result["tp"]
+    before, after = totals["bytes_before"], totals["bytes_after"]
+    lines([
+        ("scheme", f"{_scheme(result['scheme'])}, {result['method']}"),
+        ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
+        ("true bits", f"{totals['bits_per_weight']:.3f} per quantized weight, "
+                      f"{totals['model_bits_per_weight']:.3f} over the whole model"),
+        ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
+        ("tensor parallel", ", ".join(map(str, tp["possible"]))),
+        ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
+        ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),
+        ("time", f"about {duration(guess['seconds'])} on this machine as it is now (estimate)"),
+    ])  # fmt: skip
+    for reason, kinds in _reasons(result["layers"]).items():
+        out.print(f"[dim]in 16 bits: {escape(', '.join(kinds))}: {escape(reason)}[/]")
+    for count, reason in tp["impossible"].items():
+        out.print(f"[dim]not at tensor parallel {count}: {escape(reason)}[/]")
+    _warn(result["warnings"])
+
+
+def _reasons(layers: list[Result]) -> dict[str, list[str]]:
+    """Why linears stay as they are -> the kinds it holds for."""
+    found: dict[str, dict[str, None]] = {}
+    for layer in layers:
+        if layer["skip"]:
+            found.setdefault(layer["skip"], {})[layer["module"].rpartition(".")[2]] = None
+    return {reason: list(kinds) for reason, kinds in found.items()}
+
+
+def _alike(layers: list[Result]) -> list[list[Result]]:
+    """Layers of one kind, shape and fate together: a model has hundreds of few kinds."""
+    found: dict[Any, list[Result]] = {}
+    for layer in layers:
+        kind = layer["module"].rpartition(".")[2]
+        key = (kind, layer["n"], layer["k"], layer["skip"], str(layer["tp"]))
+        found.setdefault(key, []).append(layer)
+    return list(found.values())
+
+
+def _scheme(written: Result | None) -> str:
+    """Of a scheme's name and parameters, as results hold them: "w4a16 4 bit g64 sym"."""
+    if written is None:
+        return ""
+    from billfish.schemes.registry import from_fields
+
+    scheme = from_fields({key: value for key, value in written.items() if key != "count"})
+    return f"{scheme.name} {scheme.describe()}"
+
+
+def inspection(result: Result) -> None:
+    bits, kinds = result["bits_per_weight"], result["kinds"]
+    facts = [
+        ("path", result["path"]),
+        ("architecture", result["architecture"]),
+        ("format", result["dialect"]),
+        ("linears", f"{result['packed_linears']} packed, {result['dense_tensors']} dense tensors"),
+    ]
+    if bits["packed"]:
+        whole = f", {bits['model']:.3f} over the whole model" if bits["model"] else ""
+        facts.append(("true bits", f"{bits['packed']:.4f} per packed weight{whole}"))
+    facts.append(("size", f"{size(result['bytes']['total'])} in {len(result['files'])} files"))
+    if result["unsupported"]:
+        facts.append(("cannot run", result["unsupported"]))
+    lines(facts)
+    rows = [
+        [
+            kind["kind"],
+            kind["count"],
+            " x ".join(map(str, kind["shape"])),
+            _scheme(kind["scheme"]) or str(kind["dtype"]),
+            f"{kind['bits_per_weight']:.3f}" if kind["bits_per_weight"] else "",
+            size(kind["bytes"]),
+        ]
+        for kind in kinds
+    ]
+    table("", ["tensors", "count", "shape", "stored as", "bits", "size"], rows)
+    for problem in result["problems"]:
+        out.print(f"[bold red]{escape(problem)}[/]")
+
+
+def verification(result: Result) -> None:
+    checked = result["checked"]
+    for found in result["problems"]:
+        where = ": ".join(part for part in (found["file"], found["tensor"]) if part)
+        out.print(f"[bold red]bad[/]  {escape(where)}: {escape(found['problem'])}")
+    verdict = "[green]ok[/]" if result["ok"] else f"[bold red]{len(result['problems'])} problems[/]"
+    out.print(
+        f"{verdict}  {checked['files']} files, {checked['hashes']} hashes, "
+        f"{checked['tensors']} tensors, {checked['packed_linears']} packed linears checked"
+    )

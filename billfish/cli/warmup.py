@@ -1,0 +1,97 @@
+"""`billfish kernels warmup`: compile the CUDA kernels of a checkpoint before they are needed.
+
+Which schemes the layers have is read from headers; the weights are not. The kernels go into the
+cache of compiled kernels, where loading the model finds them. Needs NVRTC and no GPU: an image can
+be built on a machine without one.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.checkpoints.packed import packed_linears, recognize
+from billfish.checkpoints.read import Checkpoint
+from billfish.errors import UserError
+from billfish.kernels import cache, jit
+from billfish.kernels.device import gpu
+from billfish.schemes.base import Scheme
+from billfish.schemes.registry import programs
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def warmup(
+    model: Path,
+    arch: str | None = None,  # None: of the GPU that is here
+    dtype: str = "auto",  # of the activations
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Compile what is not cached; returns counts, seconds and what each kernel takes."""
+    arch = target(arch)
+    checkpoint = Checkpoint(model)
+    schemes = schemes_of(checkpoint)
+    activations = DTYPES.get(dtype) or dtype_of(checkpoint)
+    wanted = programs(schemes, activations, arch)
+    begin = time.perf_counter()
+    cached = {program: jit.is_cached(program, arch) for program in wanted}
+    cubins = jit.build_all(wanted, arch, say)
+    return {
+        "model": str(model),
+        "arch": arch,
+        "dtype": str(activations).removeprefix("torch."),
+        "linears": schemes.total(),
+        "compiled": len(cached) - sum(cached.values()),
+        "cached": sum(cached.values()),
+        "seconds": time.perf_counter() - begin,
+        "cache": str(cache.directory()),
+        "kernels": [
+            {
+                "name": program.name,
+                "registers": cubin.registers,
+                "spill_bytes": cubin.spill_bytes,
+                "smem_bytes": cubin.smem_bytes,
+                "cached": cached[program],
+            }
+            for program, cubin in zip(wanted, cubins, strict=True)
+        ],
+    }
+
+
+def target(arch: str | None) -> str:
+    if arch is None:
+        if not torch.cuda.is_available():
+            raise UserError(
+                "there is no GPU here to compile for. Name the one the model will run on: --arch "
+                "sm_90a (H100, H200), sm_100a (B200), sm_89 (L4, RTX 40), sm_86 (A10, RTX 30) or "
+                "sm_80 (A100)."
+            )
+        return gpu().arch
+    if arch not in (known := jit.architectures()):
+        raise UserError(f"--arch {arch}: known are {', '.join(known)}.")
+    return arch
+
+
+def schemes_of(checkpoint: Checkpoint) -> Counter[Scheme]:
+    """The schemes of the packed linears, and how many linears have each."""
+    dialect, name, unsupported = recognize(checkpoint)
+    if unsupported:
+        raise UserError(f"{checkpoint.path}: {unsupported}")
+    found = Counter(layer.scheme for layer in packed_linears(checkpoint, dialect))
+    if not found:
+        raise UserError(
+            f"{checkpoint.path}: not a quantized model ({name}), so it needs no kernels of ours. "
+            "`billfish quantize` makes one."
+        )
+    return found
+
+
+def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    """What activations will be: as config.json says, else as the first 16-bit tensor is."""
+    said = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    stored = (entry.dtype for entry in checkpoint.entries.values())
+    found = next((dtype for dtype in stored if dtype in DTYPES.values()), torch.bfloat16)
+    return DTYPES.get(str(said), found)

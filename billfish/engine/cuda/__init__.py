@@ -1,0 +1,1 @@
+"""The engine on Hopper: its kernels, their tables, CUDA graphs."""

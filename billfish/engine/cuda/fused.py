@@ -1,0 +1,196 @@
+"""The kernels between a layer's products, one launch each: norm, SwiGLU, RoPE and store, gather.
+
+small.cuh and store.cuh say what they compute. Everything is loaded by the constructor and nothing
+is allocated, so that all of it can be captured in a CUDA graph; the caller keeps tensors alive.
+What a kernel cannot do raises ValueError, and the caller takes torch's operators.
+"""
+
+import functools
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from billfish.engine.cuda.pool import Pool
+from billfish.engine.kv.rotation import Turn
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.models.decoder import Shape
+
+HERE = Path(__file__).parent
+TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+CHUNK = 8  # numbers in 16 bytes
+# As in the kernels' text.
+NORM_THREADS, NORM_CHUNKS = 1024, 2
+MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
+SWIGLU_THREADS = 128
+STORE_WARPS = 16
+DRAW_THREADS = 1024
+TURNED_GROUP = 16  # query heads of a kv head
+TURNED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
+GATHER_SLOTS = 8
+
+
+def programs(dtype: torch.dtype, kind: str, head_dim: int, turned: bool) -> tuple[Program, ...]:
+    """For jit.build_all: norm, swiglu, store and gather of a model and its pool (its `name`)."""
+    number, record = TYPES[dtype], f"{TYPES[dtype]}, billfish::{kind.capitalize()}, {head_dim}"
+    return (
+        Program(HERE / "small.cuh", f"billfish::rms_norm<{number}>"),
+        Program(HERE / "small.cuh", f"billfish::swiglu<{number}>"),
+        Program(HERE / "small.cuh", "billfish::embed"),
+        Program(HERE / "draw.cuh", f"billfish::draw<{number}>"),
+        Program(HERE / "store.cuh", f"billfish::rope_store<{record}, {str(turned).lower()}>"),
+        Program(HERE / "store.cuh", f"billfish::gather<{record}>"),
+    )
+
+
+class Fused:
+    """Launches for one model on one device; tensors are rows of tokens, contiguous, in dtype."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: Pool,
+        cos: Tensor,  # (positions, rotary / 2), dtype
+        sin: Tensor,
+        turn: Turn | None = None,
+    ) -> None:
+        assert dtype == pool.dtype and cos.dtype == sin.dtype == dtype
+        assert shape.head_dim == pool.head_dim and cos.shape == sin.shape
+        self.shape, self.dtype, self.pool = shape, dtype, pool
+        self.group, self.rotary = shape.heads // shape.kv_heads, 2 * cos.shape[1]
+        if self.rotary % 8 or self.rotary > shape.head_dim:
+            raise ValueError(f"RoPE over {self.rotary} of {shape.head_dim} dimensions")
+        if turn is not None and self.group > TURNED_GROUP:
+            raise ValueError(f"{self.group} query heads for a kv head, turned")
+        self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
+        self._norm, self._swiglu, self._embed, self._draw, self._store, self._gather = (
+            _kernel(program).load(device)
+            for program in programs(dtype, pool.name, shape.head_dim, turn is not None)
+        )
+        self._limit = numpy.float32(pool.limit)
+        self._layer_bytes = pool.records[0].nbytes
+        self._turn: tuple[Tensor, ...] = ()
+        self._threads, self._most_blocks = 32 * min(self.group + 2, STORE_WARPS), 2**31 - 1
+        if turn is not None:
+            mean = turn.mean.to(device, torch.float32).contiguous()
+            self._turn = (
+                mean,
+                _fragments(turn.to_keys, device),
+                _fragments(turn.to_queries, device),
+                _fragments(turn.carry, device),
+            )
+            self._threads = 2 * shape.head_dim  # a warp for 16 outputs
+            blocks = TURNED_BLOCKS * self._store.gpu.sms // shape.kv_heads
+            self._most_blocks = max(1, blocks)
+
+    def embed(self, tokens: Tensor, found: Tensor, table: Tensor, out: Tensor) -> None:
+        """Rows of a table; tokens (rows,) int32, where -1 - i stands for found[i, 0]."""
+        assert tokens.dtype == found.dtype == torch.int32
+        width = table.shape[1]
+        if width % CHUNK:
+            raise ValueError(f"an embedding of {width} numbers")
+        args = (
+            tokens.data_ptr(),
+            found.data_ptr(),
+            table.data_ptr(),
+            out.data_ptr(),
+            width // CHUNK,
+        )
+        threads = min(-(-width // CHUNK // 32) * 32, NORM_THREADS)
+        self._embed.launch(len(tokens), threads, args, pdl=True)
+
+    def draw(self, logits: Tensor, rules: Tensor, found: Tensor) -> None:
+        """(rows, vocabulary) -> each row's next token by its rule (rows, 8), as Chooser.rule has
+        it, and the best one's logit's bits: (rows, 2) int32."""
+        assert rules.dtype == found.dtype == torch.int32 and rules.is_contiguous()
+        args = (logits.data_ptr(), rules.data_ptr(), found.data_ptr(), logits.shape[1])
+        self._draw.launch(len(logits), DRAW_THREADS, args, pdl=True)
+
+    def norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """hidden += delta, in place; out = RMS norm of it, times weight."""
+        tokens, width = hidden.shape
+        chunks = width // CHUNK
+        if width % CHUNK or chunks > NORM_THREADS * NORM_CHUNKS:
+            raise ValueError(f"a norm of {width} numbers")
+        each = -(-chunks // NORM_THREADS)  # of a thread
+        threads = -(-chunks // each // 32) * 32
+        more = delta.data_ptr() if delta is not None else 0
+        args = (hidden.data_ptr(), more, weight.data_ptr(), out.data_ptr(), width)
+        self._norm.launch(tokens, threads, (*args, numpy.float32(eps)), pdl=True)
+
+    def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
+        """(tokens, 2 width), gates first -> (tokens, width)."""
+        tokens, width = out.shape
+        if width % CHUNK:
+            raise ValueError(f"SwiGLU of {width} numbers")
+        grid = (-(-width // CHUNK // SWIGLU_THREADS), tokens)
+        args = (gate_up.data_ptr(), out.data_ptr(), width)
+        self._swiglu.launch(grid, SWIGLU_THREADS, args, pdl=True)
+
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,  # (tokens, (heads + 2 kv_heads) * head_dim)
+        positions: Tensor,  # (tokens,) int32
+        slots: Tensor,  # (tokens,) int32; negative: padding
+        q_out: Tensor,  # (tokens, heads, head_dim)
+        q_norm: Tensor | None = None,  # (head_dim,), Qwen3
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Heads normed, rotated and turned: q to q_out, k and v into the pool."""
+        assert positions.dtype == slots.dtype == torch.int32
+        tokens = len(positions)
+        args = (
+            qkv.data_ptr(),
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            q_norm.data_ptr() if q_norm is not None else 0,
+            k_norm.data_ptr() if k_norm is not None else 0,
+            *([each[layer].data_ptr() for each in self._turn] or (0, 0, 0, 0)),
+            q_out.data_ptr(),
+            self._records(layer),
+            tokens,
+            self.group,
+            self.rotary,
+            numpy.float32(eps),
+            self._limit,
+        )
+        grid = (min(tokens, self._most_blocks), self.shape.kv_heads)
+        self._store.launch(grid, self._threads, args, pdl=True)
+
+    def gather(self, layer: int, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+        """slots (count,) int32 -> (count, kv_heads, head_dim) each; K as it is stored: turned."""
+        assert slots.dtype == torch.int32
+        count = len(slots)
+        args = (self._records(layer), slots.data_ptr(), k_out.data_ptr(), v_out.data_ptr(), count)
+        grid = (-(-count // GATHER_SLOTS), self.shape.kv_heads)
+        self._gather.launch(grid, 32 * GATHER_SLOTS, args, pdl=True)
+
+    def _records(self, layer: int) -> int:
+        return self.pool.records.data_ptr() + layer * self._layer_bytes
+
+
+@functools.cache
+def _kernel(program: Program) -> Kernel:
+    return Kernel(program)
+
+
+def _fragments(matrices: Tensor, device: torch.device) -> Tensor:
+    """(layers, kv_heads, inputs, outputs) -> fp16 fragments of mma.m16n8k16's A as warps load them:
+    16 outputs a warp, 16 inputs at a time, 16 bytes a lane. Row r of a fragment is output 2r, row
+    r + 8 is output 2r + 1, so that a lane gets neighbours."""
+    layers, kv_heads, size, _ = matrices.shape
+    tiles = size // 16
+    # inputs: step, upper 8, quad's place, neighbour; outputs: warp, row, lower rows
+    split = matrices.reshape(layers, kv_heads, tiles, 2, 4, 2, tiles, 8, 2)
+    order = split.permute(0, 1, 6, 2, 7, 4, 3, 8, 5)
+    return order.to(device, torch.float16).contiguous().view(layers, kv_heads, size, size)

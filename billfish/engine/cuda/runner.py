@@ -1,0 +1,235 @@
+"""A decoder on a GPU: eight launches a layer, and a CUDA graph for every size of a batch.
+
+A step in which every sequence writes one token is a replay: the graph of the next larger batch,
+over tables filled for this one. Steps with prompts in them run kernel by kernel; their attention
+reads K and V back from the pages and goes through the library.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from billfish.engine.cuda import fused
+from billfish.engine.cuda import tables as decode
+from billfish.engine.cuda.chunks import Cut
+from billfish.engine.cuda.fused import Fused
+from billfish.engine.cuda.pool import POOLS, Pool
+from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
+from billfish.engine.kv.rotation import Turn
+from billfish.engine.runner import Decoded, Rules
+from billfish.engine.scheduler import Piece
+from billfish.kernels import jit
+from billfish.kernels.device import HOPPER, gpu
+from billfish.models.decoder import Decoder, Shape
+
+Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goes
+
+
+def refuses(decoder: Decoder, kv: str) -> str | None:
+    """Why these kernels cannot run such a model; torch's operators do, then."""
+    shape, device = decoder.shape, decoder.device
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if (found := torch.cuda.get_device_capability(device)) != HOPPER:
+        return f"its kernels are for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
+    group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
+    rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
+    if decoder.dtype not in decode.TYPES:
+        return f"its kernels take float16 and bfloat16, not {decoder.dtype}"
+    if kv not in POOLS:
+        return f"its kernels take {', '.join(POOLS)}, not {kv}"
+    if shape.head_dim not in decode.HEAD_DIMS or rotary % 8:
+        return f"heads of {shape.head_dim}, {rotary} of them turned by RoPE: it takes 64 and 128"
+    if group > decode.MOST_GROUP:
+        return f"{group} heads share a K head; its kernels take at most {decode.MOST_GROUP}"
+    if width % fused.CHUNK or width > fused.MOST_WIDTH:
+        return f"hidden states of {width}; its kernels take multiples of 8 up to {fused.MOST_WIDTH}"
+    return None
+
+
+def buckets(most: int) -> list[int]:
+    """Sizes of batches that get a graph, the largest first: a step pads to the next."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return sorted({*(size for size in sizes if size < most), most}, reverse=True)
+
+
+class GpuRunner:
+    """Pieces -> hidden states or logits, on one GPU."""
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: Pool,
+        most_sequences: int,
+        most_tokens: int,  # of one sequence
+        turn: Turn | None = None,
+        graphs: bool = True,
+        invariant: bool = False,  # a row's bits do not depend on the others
+    ) -> None:
+        self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
+        shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
+        programs = fused.programs(dtype, pool.name, shape.head_dim, turn is not None)
+        jit.build_all([*programs, decode.program(shape, dtype, pool.name)], gpu(device).arch, _say)
+        positions = torch.arange(most_tokens, device=device)
+        cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
+        self.fused = Fused(shape, dtype, device, pool, cos, sin, turn)
+        cut = Cut(pool.name, shape.kv_heads, gpu(device).sms, invariant)
+        self.tables = Tables(most_sequences, most_tokens, shape.windows, cut, device)
+        self.attention = DecodeAttention(shape, dtype, pool, self.tables)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The next token of each row and the best one's logit; read by the next decode, and by the
+        # host from two places in turn: one is read while the other is written.
+        self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
+        places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
+        self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
+        self._step(most_sequences)  # loads every kernel: nothing can be loaded in a capture
+        if graphs:
+            self._capture(buckets(most_sequences))
+
+    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+        """One token of each piece, and what follows it."""
+        count = len(pieces)
+        rows = next((size for size in sorted(self.graphs) if size >= count), count)
+        self.tables.fill(pieces, rows, rules)
+        if rows in self.graphs:
+            graph, logits = self.graphs[rows]
+            graph.replay()
+        else:
+            logits = self._step(rows)
+        if rules is None:
+            return Decoded(logits[:count])
+        place, landed = next(self._landings)
+        place[:count].copy_(self.found[:count], non_blocking=True)
+        landed.record()
+        return Decoded(logits[:count], place[:count], landed)
+
+    @torch.inference_mode()
+    def hidden(self, pieces: Many[Piece]) -> Tensor:  # (tokens of all pieces, hidden)
+        """Any pieces; those of one token come first and attend as in a decode."""
+        single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
+        chunks, device = pieces[single:], self.decoder.device
+        self.tables.fill(pieces[:single], single)
+        tokens = [t for p in pieces for t in p.sequence.part(p.start, p.start + p.count)]
+        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in pieces])
+        slots = np.concatenate([_slots(p, p.start) for p in pieces])
+        columns = np.stack([np.array(tokens), positions, slots]).astype(np.int32)
+        flat = torch.from_numpy(columns).to(device)
+        prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, device)
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            if single:
+                self.attention(layer, q, out)
+            if chunks:
+                out[single:] = prefill(layer, q[single:])
+
+        return self._forward(flat[0], flat[1], flat[2], attend)
+
+    @torch.inference_mode()
+    def _step(self, rows: int) -> Tensor:
+        """A decode of what the tables hold."""
+        columns = self.tables.columns
+        tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
+        hidden = self._forward(tokens, positions, slots, self.attention)
+        logits: Tensor = self.decoder.head(hidden)
+        self.fused.draw(logits, columns["rules"], self.found)
+        return logits
+
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+        decoder, shape, fused = self.decoder, self.shape, self.fused
+        table, count, delta = decoder.embed.weight, len(tokens), None
+        hidden = table.new_empty(count, table.shape[1])
+        fused.embed(tokens, self.found, table, hidden)
+        x = torch.empty_like(hidden)
+        q = hidden.new_empty(count, shape.heads, shape.head_dim)
+        mixed = torch.empty_like(q)
+        for index, layer in enumerate(decoder.layers):
+            attention, norm = layer.self_attn, layer.input_layernorm
+            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+            qkv = decoder.qkv(index)(x)
+            q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+            if q_norm is None or k_norm is None:
+                fused.store(index, qkv, positions, slots, q)
+            else:  # Qwen3
+                fused.store(index, qkv, positions, slots, q, q_norm.weight, k_norm.weight,
+                            q_norm.variance_epsilon)  # fmt: skip
+            attend(index, q, mixed)
+            delta = attention.o_proj(mixed.flatten(1))
+            norm = layer.post_attention_layernorm
+            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+            gated = decoder.gated(index)
+            if gated is not None:
+                y = gated(x)
+            else:
+                both = decoder.gate_up(index)(x)
+                y = both.new_empty(count, both.shape[1] // 2)
+                fused.swiglu(both, y)
+            delta = layer.mlp.down_proj(y)
+        norm = decoder.norm
+        fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+        return x
+
+    def _capture(self, sizes: list[int]) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        for number, rows in enumerate(sizes, 1):
+            _say(f"CUDA graphs {number}/{len(sizes)}")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._step(rows)
+            self.graphs[rows] = graph, logits
+        torch.cuda.synchronize()
+
+
+class Prefill:
+    """Chunks of prompts of one step, each against its sequence from the first token that counts."""
+
+    def __init__(
+        self,
+        kernels: Fused,
+        shape: Shape,
+        pieces: Many[Piece],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kernels, self.shape = kernels, shape
+        ends = [piece.start + piece.count for piece in pieces]
+        self.most = max((p.count for p in pieces), default=0), max(ends, default=0)
+        slots = [_slots(piece, 0) for piece in pieces]
+        both = [np.cumsum([0, *(p.count for p in pieces)]), np.cumsum([0, *ends])]
+        numbers = np.concatenate([*both, *slots]).astype(np.int32)
+        flat = torch.from_numpy(numbers).to(device)
+        edge = len(pieces) + 1
+        self.queries, self.keys, self.slots = flat[:edge], flat[edge : 2 * edge], flat[2 * edge :]
+        size = (len(self.slots), shape.kv_heads, shape.head_dim)
+        self.k, self.v = torch.empty((2, *size), dtype=dtype, device=device)
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        self.kernels.gather(layer, self.slots, self.k, self.v)
+        window = self.shape.windows[layer]
+        # The operator behind torch.nn.attention.varlen, whose own arguments change from release to
+        # release. Causal from the last token back, as a chunk needs it.
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q, self.k, self.v, self.queries, self.keys, *self.most, 0.0, True, False,
+            scale=self.shape.scale,
+            window_size_left=None if window is None else window - 1,
+            window_size_right=None if window is None else 0,
+        )[0]  # fmt: skip
+        return out
+
+
+def _slots(piece: Piece, first: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where tokens [first, end of the piece) of its sequence lie."""
+    place = np.arange(first, piece.start + piece.count)
+    return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE
+
+
+def _say(message: str) -> None:
+    """A line that the next one overwrites, where somebody sits in front of it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{message}", end="", file=sys.stderr, flush=True)

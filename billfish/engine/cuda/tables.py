@@ -1,0 +1,204 @@
+"""Decode on a GPU: one new token of each of many sequences, as tables that a kernel reads.
+
+`Tables` is one step's numbers in one buffer, so that one copy brings them to the card: tokens,
+positions, slots, lengths, pages. `DecodeAttention` launches attention.cuh over them. Both are made
+once, for the most sequences there can be, so that a CUDA graph finds everything where it was.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from billfish.engine.cuda.chunks import BLOCKS, MOST, Cut
+from billfish.engine.cuda.pool import POOLS, Pool
+from billfish.engine.runner import Rules
+from billfish.engine.sampling import RULE
+from billfish.engine.scheduler import Piece, Sequence
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.models.decoder import Shape
+
+PAGE = 64  # tokens
+MOST_GROUP = 8  # query heads of a K head: columns of the tensor cores' tile
+HEAD_DIMS = (64, 128)
+THREADS = 160  # four warps that multiply, one that fetches
+MOST_SMEM = 230400  # kAttendBytes
+TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
+ROW = 8  # numbers of a Chunk
+STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
+
+
+def shared_bytes(kv: str, head_dim: int) -> int:
+    """Of a block, as attend_stage.cuh's AttendBlock lays it out."""
+    tokens = STAGE_TOKENS[kv]
+    stage = tokens * POOLS[kv].record_bytes(head_dim) // PAGE + 16
+    fixed = 2 * (head_dim * 16 + 32) + 4 * (head_dim * 32 + 64) + 48
+    step = PAGE // tokens
+    return fixed + min((MOST_SMEM // BLOCKS[kv] - fixed) // stage, 8) // step * step * stage
+
+
+def rows_of(
+    lengths: NDArray[np.int32],
+    starts: NDArray[np.int32],  # where each sequence's pages begin in the table
+    window: int | None,
+    cut: Cut,
+) -> NDArray[np.int32]:  # (chunks, 8): attention.cuh's Chunk
+    """What blocks take, one after the other. Chunks of a sequence differ by a page at most."""
+    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    first = begin // PAGE
+    pages = -(-lengths // PAGE) - first
+    counts = cut.chunks(pages)
+    rows = np.empty((int(counts.sum()), ROW), np.int32)
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
+    before = number * pages[sequence] // counts[sequence]
+    rows[:, 0] = sequence
+    rows[:, 1] = starts[sequence] + first[sequence] + before
+    rows[:, 2] = (first[sequence] + before) * PAGE
+    rows[:, 3] = (number + 1) * pages[sequence] // counts[sequence] - before
+    rows[:, 4] = number
+    rows[:, 5] = counts[sequence]
+    rows[:, 6] = begin[sequence]
+    rows[:, 7] = lengths[sequence]
+    return rows
+
+
+class Tables:
+    """One int32 buffer on the card, and the same on the host:
+
+    [tokens][positions][slots][count of chunks, where their rows are: a pair a window]
+    [how each row draws][rows of chunks][pages]
+
+    It goes to the card through pinned memory, by two places in turn: when one is filled again, the
+    copy from it has long been made, since the decode that it was for has been read.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        most_tokens: int,
+        windows: tuple[int | None, ...],
+        cut: Cut,
+        device: torch.device,
+    ) -> None:
+        self.sequences, self.kinds, self.cut = sequences, list(dict.fromkeys(windows)), cut
+        widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
+        widths["heads"] = len(self.kinds) * ROW
+        widths["rules"] = sequences * RULE
+        self._fixed = sum(widths.values())
+        rows = len(self.kinds) * cut.most_chunks(sequences) * ROW
+        self.most_pages = math.ceil(most_tokens / PAGE)  # of a sequence
+        size = self._fixed + rows + sequences * self.most_pages
+        pinned = device.type == "cuda"
+        places = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._places = itertools.cycle(places)
+        self.card = torch.zeros(size, dtype=torch.int32, device=device)
+        self.columns: dict[str, Tensor] = {}
+        self._numbers: dict[str, NDArray[np.int32]] = {}
+        self._flat, at = np.zeros(size, np.int32), 0
+        for name, width in widths.items():
+            self.columns[name] = self.card[at : at + width]
+            self._numbers[name] = self._flat[at : at + width]
+            at += width
+        # What was filled last: of each row its sequence, where it was, and how many pages it had.
+        self._last: list[tuple[Sequence, int, int]] = []
+        self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
+
+    def fill(self, pieces: Many[Piece], rows: int, rules: Rules | None = None) -> None:
+        """One token of each piece; what is left of `rows` is padding. Without rules the best."""
+        count, numbers = len(pieces), self._numbers
+        numbers["rules"][: rows * RULE] = 0
+        if rules:
+            numbers["rules"][: count * RULE] = np.concatenate(rules)
+        numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
+        if not self._advance(pieces, rows):
+            self._build(pieces, rows)
+        self._last = [(p.sequence, p.start, len(p.sequence.pages)) for p in pieces]
+        end, place = self._shape[2], next(self._places)
+        place.numpy()[:end] = self._flat[:end]
+        self.card[:end].copy_(place[:end], non_blocking=True)
+
+    def _advance(self, pieces: Many[Piece], rows: int) -> bool:
+        """If all that happened is a token more for each, in the same pages: a fifth of the time."""
+        if rows != self._shape[0] or len(pieces) != len(self._last) or self.kinds != [None]:
+            return False
+        for piece, (sequence, start, pages) in zip(pieces, self._last, strict=True):
+            if (
+                piece.sequence is not sequence
+                or piece.start != start + 1
+                or piece.start % PAGE == 0
+                or len(sequence.pages) != pages
+            ):
+                return False
+        count = len(pieces)
+        self._numbers["positions"][:count] += 1
+        self._numbers["slots"][:count] += 1
+        self._flat[self._fixed : self._shape[1]][ROW - 1 :: ROW] += 1  # lengths
+        return True
+
+    def _build(self, pieces: Many[Piece], rows: int) -> None:
+        numbers, count, flat = self._numbers, len(pieces), self._flat
+        where = np.array([piece.start for piece in pieces], np.int32)
+        lists = [piece.sequence.pages for piece in pieces]
+        for name, padding in (("tokens", 0), ("positions", 0), ("slots", -1)):
+            numbers[name][count:rows] = padding
+        numbers["positions"][:count] = where
+        numbers["slots"][:count] = [
+            pages[piece.start // PAGE] * PAGE + piece.start % PAGE
+            for pages, piece in zip(lists, pieces, strict=True)
+        ]
+        sizes = np.array([len(pages) for pages in lists], np.int32)
+        starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        made = [rows_of(where + 1, starts, window, self.cut) for window in self.kinds]
+        at = self._fixed
+        pages_at = at + sum(each.size for each in made)
+        for i, each in enumerate(made):
+            each[:, 1] += pages_at
+            numbers["heads"][i * ROW : i * ROW + 2] = len(each), at
+            flat[at : at + each.size] = each.reshape(-1)
+            at += each.size
+        for pages in lists:
+            flat[at : at + len(pages)] = pages
+            at += len(pages)
+        self._shape = rows, pages_at, at
+
+
+class DecodeAttention:
+    """attention.cuh over a pool's pages: one launch a layer."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, pool: Pool, tables: Tables) -> None:
+        self.shape, self.pool, self.tables = shape, pool, tables
+        device = pool.records.device
+        self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
+        self.smem = shared_bytes(pool.name, shape.head_dim)
+        self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: few are few blocks
+        items = tables.cut.most_chunks(tables.sequences) * shape.kv_heads
+        self.parts = torch.empty(
+            items * (shape.head_dim * 8 + 16), dtype=torch.float32, device=device
+        )
+        self.arrived = torch.zeros(
+            tables.sequences * shape.kv_heads, dtype=torch.int32, device=device
+        )
+        self.scale = np.float32(shape.scale * math.log2(math.e))
+
+    def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q and out are (rows, heads, head_dim); rows that are padding are not written."""
+        shape, tables = self.shape, self.tables
+        head = tables.columns["heads"][tables.kinds.index(shape.windows[layer]) * ROW :]
+        arguments = (self.pool.records[layer].data_ptr(), q.data_ptr(), out.data_ptr(),
+                     tables.card.data_ptr(), head.data_ptr(), self.parts.data_ptr(),
+                     self.arrived.data_ptr(), shape.kv_heads, shape.heads // shape.kv_heads,
+                     self.scale)  # fmt: skip
+        blocks = min(tables.cut.blocks, len(q) * shape.kv_heads * self.most_chunks)
+        self.kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
+
+
+def program(shape: Shape, dtype: torch.dtype, kv: str) -> Program:
+    kind = f"billfish::{TYPES[dtype]}, billfish::{kv.capitalize()}, {shape.head_dim}"
+    return Program(Path(__file__).parent / "attention.cuh", f"billfish::attend<{kind}>")

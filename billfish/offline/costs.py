@@ -1,0 +1,192 @@
+"""What a job will cost in memory, disk and time: estimates, and marked so.
+
+Sums over shapes, divided by rates that half a second of work gives: two matrix products, and a
+small layer solved by the very solver that the job will use. Knows nothing of files but their sizes.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from billfish.checkpoints.write import COPIED
+from billfish.offline.task import Task
+from billfish.schemes.registry import quantizer
+from billfish.solvers.statistics import Statistics
+
+NOTE = "Estimates, from shapes and a short measurement on this machine; they may be off by half."
+WEIGHT_COPIES = 5  # fp32 matrices as large as the weights being solved that are held at once
+HESSIAN_COPIES = 8  # sums and means of Hessian and drift, damped, factors
+PROCESS = 5 * 10**8  # bytes of Python with torch and transformers, measured
+DISK = 5 * 10**8  # bytes a second, assumed
+PROBES, DEPTH = (256, 1024), 512  # n of two small layers, and their k but for whole groups
+PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the product that is timed
+PROBE_SECONDS = 0.1  # of each product
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear and its fate."""
+
+    module: str
+    n: int
+    k: int
+    skip: str | None  # why it stays as it is
+    way: str | None  # what tensor parallelism cuts: n, 2n (two halves), k, whole; None: unknown
+
+
+@dataclass(frozen=True)
+class Rates:
+    fp32: float  # flops a second
+    running: float  # the same in the type of the calibration passes
+    solver: float  # seconds a weight, besides its products
+    column: float  # seconds a column, whatever its length
+
+
+def input_groups(linears: list[Linear], prefix: str) -> list[tuple[int, int]]:
+    """(n stacked, k) of the linears of a block that read one input, as far as names tell: those of
+    one parent with one k, but those cut along k, which read what others of that parent made."""
+    groups: dict[tuple[str, int], int] = {}
+    for linear in linears:
+        if linear.skip is None and linear.module.startswith(prefix):
+            parent = linear.module if linear.way == "k" else linear.module.rpartition(".")[0]
+            groups[parent, linear.k] = groups.get((parent, linear.k), 0) + linear.n
+    return [(n, k) for (_, k), n in groups.items()]
+
+
+def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -> dict[str, Any]:
+    prefixes = [task.model.block_prefix(i) for i in range(len(task.model.blocks))]
+    groups = [input_groups(linears, prefix) for prefix in prefixes]
+    config = task.model.model.config.get_text_config()
+    hidden = getattr(config, "hidden_size", None) or max(linear.k for linear in linears)
+    twice = 2 if task.request.how.follows_original else 1  # it follows the original model too
+    activations = tokens * hidden * task.dtype.itemsize * twice
+    memory = estimate_memory(task, linears, groups, activations)
+    companions = [task.source.path / name for name in COPIED]
+    result = bytes_after + sum(path.stat().st_size for path in companions if path.is_file())
+    disk = {"result": result, "job": 2 * activations}  # of two blocks for a moment
+    return {
+        "note": NOTE,
+        "memory_bytes": memory.pop("peak"),
+        "memory": memory,
+        "disk_bytes": sum(disk.values()),
+        "disk": disk,
+        **estimate_time(task, linears, groups, tokens, bytes_after),
+    }
+
+
+def estimate_memory(
+    task: Task, linears: list[Linear], groups: list[list[tuple[int, int]]], activations: int
+) -> dict[str, int]:
+    method, width, every = task.request.how, task.dtype.itemsize, [g for b in groups for g in b]
+    model = task.model
+    counts = {name: parameter.numel() for name, parameter in model.model.named_parameters()}
+    blocks = [
+        sum(count for name, count in counts.items() if name.startswith(model.block_prefix(i)))
+        for i in range(len(model.blocks))
+    ]
+    once, widest = max(blocks) * width, max(k for _, k in every)
+    if not method.needs_data:
+        block, statistics = once, 0
+        solved = max(linear.n * linear.k for linear in linears if linear.skip is None)
+    elif method.follows_original:
+        block, statistics = 2 * once, widest**2 * 4 * HESSIAN_COPIES
+        solved = max(n * k for n, k in every)
+    else:  # fp32: a copy of the block to try folds in, and its weights; Hessians of all its inputs
+        block, solved = once + max(blocks) * 8, max(n * k for n, k in every)
+        statistics = max(sum(k * k for _, k in inputs) for inputs in groups) * 4 + 3 * widest**2 * 4
+    solver = solved * 4 * WEIGHT_COPIES
+    embeddings = (sum(counts.values()) - sum(blocks)) * width
+    # Reading a tensor and looking for NaN takes two more copies of it and a byte a number.
+    prefix = model.prefix + "."
+    inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
+    outside = [entry for name, entry in task.source.entries.items() if name not in inside]
+    embeddings += max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
+    # Embeddings and one block make the first activations; then blocks are solved, for which GPTQ
+    # keeps what their attention gives; after each, the activations are saved.
+    kept = activations if method.follows_original else 0
+    phases = (embeddings + once, block + solver + statistics + kept, once + activations)
+    return {
+        "process": PROCESS, "activations": activations, "block": block, "solver": solver,
+        "statistics": statistics, "embeddings": embeddings,
+        "peak": PROCESS + activations + max(phases),
+    }  # fmt: skip
+
+
+def estimate_time(
+    task: Task,
+    linears: list[Linear],
+    groups: list[list[tuple[int, int]]],
+    tokens: int,
+    bytes_after: int,
+) -> dict[str, Any]:
+    method, rates = task.request.how, measure(task)
+    every = [group for block in groups for group in block]
+    inside = [linear for linear in linears if linear.module.startswith(task.model.prefix + ".")]
+    passes = method.forwards * tokens * 2 * sum(linear.n * linear.k for linear in inside)
+    width = getattr(task.model.model.config.get_text_config(), "hidden_size", 0)
+    attention = 2 * tokens * min(task.request.seqlen, tokens) * 2 * width * len(groups)
+    outer = method.sums * tokens * sum(2 * k * k for _, k in every)
+    seconds = {
+        "passes": (passes + attention * (method.forwards > 0)) / rates.running,
+        "statistics": outer / rates.fp32,
+        "solver": sum(
+            k * rates.column + n * k * rates.solver + method.flops(n, k) / rates.fp32
+            for n, k in every
+        ),
+        "files": (task.source.nbytes + bytes_after) / DISK,
+    }
+    return {"seconds": sum(seconds.values()), "time": seconds, "rates": asdict(rates)}
+
+
+def measure(task: Task) -> Rates:
+    """On the job's device, with the threads it will have."""
+    device, method, scheme = task.model.device, task.request.how, task.scheme
+    k = next((k for k in range(DEPTH, 2 * DEPTH) if not scheme.refuses(PROBES[0], k)), DEPTH)
+
+    def seconds(call: Callable[[], object], at_least: float) -> float:
+        """Of one call, after one that warms up."""
+        call()
+        wait(device)
+        started, count = time.perf_counter(), 0
+        while not count or time.perf_counter() - started < at_least:
+            call()
+            wait(device)
+            count += 1
+        return (time.perf_counter() - started) / count
+
+    solver, size = quantizer(scheme), PRODUCT[device.type]
+    source = torch.Generator(device=device).manual_seed(0)
+    left = torch.randn(size, size, device=device, generator=source)
+    fast = left.to(task.dtype)
+    fp32 = 2 * size**3 / seconds(lambda: left @ left, PROBE_SECONDS)
+    running = 2 * size**3 / seconds(lambda: fast @ fast, PROBE_SECONDS)
+
+    known = Statistics(k, device) if method.needs_data else None
+    if known is not None:
+        x = torch.randn(2 * k, k, device=device, generator=source)
+        known.add(x, x + 0.01 if method.follows_original else None)
+
+    def solve(n: int) -> float:
+        """Seconds of a layer, besides its products."""
+        weight = torch.randn(n, k, device=device, generator=source)
+
+        def once() -> None:
+            if known is not None and method.folds:
+                share = torch.arange(k, device=device)
+                solver.search_fold(scheme, weight, known, share, task.stored_dtype)
+            solver.quantize(scheme, weight, known, method.name, task.stored_dtype)
+
+        return max(0.0, seconds(once, 0) - method.flops(n, k) / fp32)
+
+    few, many = (solve(n) for n in PROBES)
+    weight = max(0.0, many - few) / ((PROBES[1] - PROBES[0]) * k)
+    return Rates(fp32, running, weight, max(0.0, few / k - PROBES[0] * weight))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,294 @@
+"""The offline driver: read, calibrate block by block, quantize, write, resume.
+
+It holds one block, its statistics and the calibration activations, never the model. After each
+block its shard, its report and the activations that enter the next block are on disk under their
+final names, so a job killed at any moment goes on at the block it was in, and ends with the same
+bytes as one that was never stopped.
+
+    out/model-00001-of-000NN.safetensors   what is outside the blocks
+    out/model-0000i-of-000NN.safetensors   block i - 2
+    out/.billfish/                         the job while it runs: settings, reports, activations
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.checkpoints import write as files
+from billfish.checkpoints.dialects import dialect_of
+from billfish.checkpoints.read import Checkpoint, read_json
+from billfish.checkpoints.unfinished import JOB, SETTINGS
+from billfish.errors import UserError
+from billfish.models.blocks import Arguments
+from billfish.models.compute import name_of
+from billfish.offline.block import BlockJob
+from billfish.offline.hidden import Hidden
+from billfish.offline.kv import calibrate_kv
+from billfish.offline.provenance import versions
+from billfish.offline.request import Progress, QuantizeRequest
+from billfish.offline.streaming import Writes, return_freed_memory
+from billfish.offline.task import Task
+from billfish.offline.text import Calibration
+from billfish.schemes.base import Solved, bits_per_weight
+from billfish.schemes.registry import fields
+
+REPORT = "quantization_report.json"
+# That pass a block together. A CPU's products are at their best with these, and what is added and
+# multiplied between them still fits a cache; a GPU wants more.
+TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def quantize(
+    request: QuantizeRequest, resume: bool = True, on_progress: OnProgress | None = None
+) -> dict[str, Any]:
+    """Quantize a checkpoint directory into another one; the report.
+
+    `resume`: an unfinished job of the same request goes on, a finished one is left as it is, and
+    anything else that is there is refused. Otherwise: start over.
+    """
+    started = time.monotonic()
+    if request.output is None:
+        raise UserError("quantize: no output directory is given.")
+    task = Task(request, Checkpoint(request.model))
+    job = Job(task, request.output)
+    data = task.read_calibration()  # a text that cannot be read is told before anything is written
+    if not job.open(resume):
+        job.run(data, on_progress or (lambda progress: None))
+    report = read_json(request.output / REPORT)
+    return {
+        **report,
+        "seconds": round(time.monotonic() - started, 1),
+        "output": str(request.output),
+    }
+
+
+class Job:
+    """A task and the directory that it fills."""
+
+    def __init__(self, task: Task, output: Path) -> None:
+        self.task, self.output, self.state = task, output, output / JOB
+        self.request, self.model, self.device = task.request, task.model, task.device
+        self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
+        self.shards = len(task.model.blocks) + 1
+
+    # -- resuming
+
+    def open(self, resume: bool) -> bool:
+        """Make or find the output directory; True if it is finished already."""
+        manifest, report = self.output / files.MANIFEST, self.output / REPORT
+        ours, finished = (self.state / SETTINGS).exists(), manifest.exists()
+        if not resume and self.output.exists():
+            if not (ours or finished or not any(self.output.iterdir())):
+                raise UserError(
+                    f"{self.output}: was not made by Billfish; --fresh will not delete it. "
+                    "Choose another --output."
+                )
+            proofs = (manifest, self.state)  # go last: stopped in between, --fresh can go on
+            for path in sorted(self.output.iterdir(), key=lambda path: path in proofs):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        elif finished and report.exists():
+            self.task.same_job(read_json(report).get("fingerprint", {}), self.output)
+            shutil.rmtree(self.state, ignore_errors=True)  # killed between the manifest and this
+            return True
+        elif ours:
+            self.task.same_job(read_json(self.state / SETTINGS), self.output)
+            for leftover in self.output.rglob("*" + files.TEMPORARY):
+                leftover.unlink()
+            return False
+        elif self.output.exists() and not self._untouched():
+            raise UserError(
+                f"{self.output}: exists, and holds no job of Billfish. Choose another --output; "
+                "--fresh deletes what Billfish made, and nothing else."
+            )
+        shutil.rmtree(self.state, ignore_errors=True)
+        self.state.mkdir(parents=True)
+        files.write_json(self.state / SETTINGS, self.task.fingerprint())
+        return False
+
+    def _untouched(self) -> bool:
+        """An empty directory, or one in which a job died before it had written its settings."""
+        return self.output.is_dir() and all(path == self.state for path in self.output.iterdir())
+
+    # -- running
+
+    def run(self, data: Calibration | None, on_progress: OnProgress) -> None:
+        blocks = len(self.model.blocks)
+        first = self._first()
+        hidden, arguments = self._enter(first, data)
+        if not self._shard(0).exists():
+            self._write_outside()
+        self.model.model.eval()
+        return_freed_memory()
+        started = time.monotonic()
+        with Writes(at_once=self.device.type == "cpu") as writes:
+            for index in range(first, blocks):
+                write = self._run_block(index, hidden, arguments, on_progress)
+                writes(partial(write, index + 1 < blocks and writes.may_be_large))
+                return_freed_memory()
+                pace = (time.monotonic() - started) / (index - first + 1)
+                left = pace * (blocks - index - 1)
+                on_progress(Progress(index, blocks, seconds_left=left))
+        self._finish(data)
+
+    def _first(self) -> int:
+        """The block to begin with: behind the finished ones, as far as their activations are
+        there."""
+        blocks = len(self.model.blocks)
+        ready = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
+        if ready == blocks or not self.request.how.needs_data:
+            return ready
+        return max((index for index in Hidden.saved(self.state) if index <= ready), default=0)
+
+    def _enter(self, first: int, data: Calibration | None) -> tuple[Hidden, Arguments | None]:
+        """Activations before block `first`: from the embeddings, or as the stopped job left
+        them."""
+        if data is None or first == len(self.model.blocks):
+            return Hidden([]), None
+        quantized, arguments = self.model.first_inputs(data.batches(TOKENS[self.model.device.type]))
+        if first:
+            return Hidden.load(self.state, first, self.device), arguments
+        original = list(quantized) if self.request.how.follows_original else []
+        return Hidden(quantized, original), arguments
+
+    def _run_block(
+        self, index: int, hidden: Hidden, arguments: Arguments | None, on_progress: OnProgress
+    ) -> Callable[[bool], None]:
+        """Solves one block; what is returned writes it, and, if told, the activations behind it."""
+        request, model = self.request, self.model
+        prefix = model.block_prefix(index)
+        model.fill(prefix)
+        linears = {linear.path: linear for linear in model.linears(index)}
+        paths = [path for path in linears if prefix + path not in self.task.skipped]
+        packed: dict[str, Tensor] = {}
+        settled: set[str] = set()
+        layers: list[dict[str, Any]] = []
+
+        def settle(path: str, solved: Solved) -> None:
+            linear = linears[path]
+            module = linear.weight.removesuffix(".weight")
+            settled.add(linear.weight)
+            tensors = solved.tensors()
+            packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
+            bits = bits_per_weight(self.scheme, linear.n, linear.k, self.stored_dtype)
+            layers.append({
+                "name": prefix + path, "n": linear.n, "k": linear.k,
+                "bits_per_weight": round(bits, 4), "error": solved.error, "note": solved.note,
+            })  # fmt: skip
+            progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
+            on_progress(progress)
+
+        job = BlockJob(model, index, paths, self.scheme, request.how, self.stored_dtype, arguments)
+        with torch.inference_mode():
+            job.solve(hidden, settle)
+        tensors = self._block_tensors(index, packed, settled)
+        left = hidden.copy()
+        model.drop(prefix)
+
+        def write(save: bool) -> None:
+            files.write_shard(self._shard(index + 1), tensors)
+            older = Hidden.saved(self.state)
+            if save and arguments is not None:
+                left.save(self.state, index + 1)
+            files.write_json(self._block_report(index), {"layers": layers})
+            if save:
+                for path in older.values():
+                    path.unlink()
+
+        return write
+
+    # -- writing
+
+    def _shard(self, number: int) -> Path:
+        return self.output / files.shard_name(number + 1, self.shards)
+
+    def _block_report(self, index: int) -> Path:
+        return self.state / f"block-{index:05d}.json"
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        cast = tensor.to(self.stored_dtype)
+        problem = files.first_nonfinite(name, cast)
+        if problem:
+            raise UserError(
+                f"{problem} once it is cast to {self.stored_dtype}: too large for it. "
+                "Choose --stored-dtype bfloat16 or float32."
+            )
+        return cast
+
+    def _write_outside(self) -> None:
+        inside = {
+            name for i in range(len(self.model.blocks)) for name in self.model.stored_block(i)
+        }
+        names = [name for name in self.task.source if name not in inside]
+        files.write_shard(
+            self._shard(0), {name: self._cast(name, self.model.read(name)) for name in names}
+        )
+
+    def _block_tensors(
+        self, index: int, packed: dict[str, Tensor], settled: set[str]
+    ) -> dict[str, Tensor]:
+        """Packed linears, and everything else as the source has it; what AWQ has scaled, as it is
+        now, in the type that calibration computes in."""
+        prefix = self.model.block_prefix(index)
+        parameters = {
+            stored: self.model.model.get_parameter(name)
+            for name, stored in self.model.stored.items()
+            if name.startswith(prefix)
+        }
+        tensors = dict(packed)
+        for name in self.model.stored_block(index):
+            if name not in settled:
+                tensor = self.model.read(name)
+                now = parameters[name].data.cpu() if name in parameters else tensor
+                if not torch.equal(now, tensor.to(now.dtype)):
+                    tensor = now
+                tensors[name] = self._cast(name, tensor)
+        return tensors
+
+    def _finish(self, data: Calibration | None) -> None:
+        request = self.request
+        files.copy_companions(self.task.source.path, self.output)
+        config = dict(self.task.source.config)
+        config.pop("torch_dtype", None)
+        config["dtype"] = name_of(self.stored_dtype)
+        config["quantization_config"] = dialect_of(self.scheme).config_of_all(
+            self.scheme, sorted(self.task.skipped)
+        )
+        files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
+        files.write_json(self.output / "config.json", config)
+        blocks = range(len(self.model.blocks))
+        layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
+        report = {
+            "scheme": fields(self.scheme),
+            "method": request.method,
+            "seed": request.seed,
+            "dtype": config["dtype"],
+            "calibration": None if data is None else {
+                "source": Path(data.source).name, "sha256": data.sha256,
+                "nsamples": len(data.sequences), "seqlen": request.seqlen, "tokens": data.tokens,
+            },
+            "layers": layers,
+            "skipped": self.task.skipped,
+            "warnings": [self.task.warning] if self.task.warning else [],
+            "bytes_before": self.task.source.nbytes,
+            "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
+            "versions": versions(),
+            "fingerprint": self.task.fingerprint(),
+        }  # fmt: skip
+        if request.kv is not None:  # the finished model reads the text, as the engine runs it
+            report["kv"] = calibrate_kv(
+                self.output, request.data, request.seed, str(self.device), self.task.kv_dtype
+            )
+        files.write_json(self.output / REPORT, report)
+        files.write_manifest(self.output)
+        shutil.rmtree(self.state)

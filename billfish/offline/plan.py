@@ -1,0 +1,217 @@
+"""What quantizing would do, before any work: sizes, true bits, tensor parallelism, estimated costs.
+
+Sizes are exact: the scheme says what it stores before data exists. Whatever the job would refuse is
+refused here, by building the job and reading its calibration text; only the weights themselves are
+not read. Results are plain dicts; nothing is written.
+"""
+
+import re
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints.read import Checkpoint, read_json
+from billfish.checkpoints.unfinished import JOB, SETTINGS
+from billfish.models.compute import name_of
+from billfish.offline.costs import Linear, estimate
+from billfish.offline.request import QuantizeRequest
+from billfish.offline.task import Task
+from billfish.schemes.base import Scheme, bits_per_weight
+from billfish.schemes.registry import fields
+
+DEGREES = (1, 2, 4, 8)
+MEMORY = Path("/proc/meminfo")
+
+
+def plan(request: QuantizeRequest) -> dict[str, Any]:
+    """Raises what the job would raise; writes nothing."""
+    source = Checkpoint(request.model)
+    task = Task(request, source)
+    data = task.read_calibration()
+    linears = find_linears(task)
+    rows = [layer_row(task, linear) for linear in linears]
+    sizes = result_bytes(task)
+    parameters = sum(prod(entry.shape) for entry in source.entries.values())
+    made = [row for row in rows if row["skip"] is None]
+    weights = sum(row["n"] * row["k"] for row in made)
+    tokens = 0 if data is None else data.tokens
+    estimates = estimate(task, linears, tokens, sum(sizes.values()))
+    return {
+        "model": str(request.model),
+        "output": None if request.output is None else str(request.output),
+        "architecture": type(task.model.model).__name__,
+        "method": request.method,
+        "scheme": fields(task.scheme),
+        "stored_dtype": name_of(task.stored_dtype),
+        "dtype": name_of(task.dtype),
+        "device": str(task.device),
+        "calibration": None if data is None else {
+            "source": data.source, "sequences": len(data.sequences), "tokens": tokens,
+        },
+        "layers": rows,
+        "totals": {
+            "linears": len(rows),
+            "quantized": len(made),
+            "skipped": len(rows) - len(made),
+            "parameters": parameters,
+            "quantized_parameters": weights,
+            "bytes_before": source.nbytes,
+            "bytes_after": sum(sizes.values()),
+            "bits_per_weight": sum(row["bytes_after"] for row in made) * 8 / weights,
+            "model_bits_per_weight": sum(sizes.values()) * 8 / parameters,
+        },
+        "tp": model_degrees(task, linears),
+        "estimates": estimates,
+        "warnings": warnings(task, estimates),
+    }  # fmt: skip
+
+
+# -- layers
+
+
+def find_linears(task: Task) -> list[Linear]:
+    model = task.model.model
+    text = model.config.get_text_config()
+    styles = {**(getattr(text, "base_model_tp_plan", None) or {}), **(model._tp_plan or {})}
+    return [
+        Linear(module, n, k, reason, parallel_way(module, styles))
+        for module, n, k, reason in task.linear_fates()
+    ]
+
+
+def parallel_way(module: str, styles: dict[str, str]) -> str | None:
+    """Which dimension a transformers TP plan cuts. Its names vary between versions (colwise_rep,
+    colwise_gather_output, rowwise_split_input), what they begin or end with does not."""
+    name = "." + re.sub(r"\.\d+(?=\.|$)", ".*", module)
+    style = next((style for key, style in styles.items() if name.endswith("." + key)), "")
+    if "colwise" in style:
+        return "2n" if style.startswith("packed") else "n"
+    if "rowwise" in style:
+        return "k"
+    return "whole" if style.startswith("replicate") or style == "mla_kv_a_proj" else None
+
+
+def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
+    n, k, scheme = linear.n, linear.k, task.scheme
+    stored = task.model.stored.get(f"{linear.module}.weight")  # None: tied to another tensor
+    before = 0 if stored is None else task.source.entries[stored].nbytes
+    parts = {"weight": n * k * task.stored_dtype.itemsize if stored else 0}
+    if linear.skip is None:
+        parts = {
+            part: spec.nbytes for part, spec in scheme.tensors(n, k, task.stored_dtype).items()
+        }
+    bits = task.stored_dtype.itemsize * 8.0
+    if linear.skip is None:
+        bits = bits_per_weight(scheme, n, k, task.stored_dtype)
+    return {
+        "module": linear.module,
+        "n": n,
+        "k": k,
+        "scheme": scheme.name if linear.skip is None else None,
+        "skip": linear.skip,
+        "bits_per_weight": bits,
+        "bytes_before": before,
+        "bytes_after": sum(parts.values()),
+        "stored": parts,
+        "tp": [tp for tp in DEGREES if obstacle(linear, tp, scheme) is None],
+    }
+
+
+def result_bytes(task: Task) -> dict[str, int]:
+    """Bytes of what each tensor of the source becomes."""
+    packed = {
+        task.model.stored[f"{module}.weight"]: sum(
+            spec.nbytes for spec in task.scheme.tensors(n, k, task.stored_dtype).values()
+        )
+        for module, n, k, skip in task.linear_fates()
+        if skip is None
+    }
+    return {
+        name: packed[name] if name in packed
+        else prod(entry.shape) * task.stored_dtype.itemsize if entry.dtype.is_floating_point
+        else entry.nbytes
+        for name, entry in task.source.entries.items()
+    }  # fmt: skip
+
+
+# -- tensor parallelism
+
+
+def obstacle(linear: Linear, tp: int, scheme: Scheme) -> str | None:
+    """Why a linear cannot be cut into `tp` shards as its model is cut, or None."""
+    if tp == 1 or linear.way == "whole":
+        return None
+    packed = scheme if linear.skip is None else None
+    pieces = 2 if linear.way == "2n" else 1
+    along_n = None if linear.way == "k" else cut_obstacle(linear.n, tp * pieces, 0, packed)
+    along_k = None if linear.way in ("n", "2n") else cut_obstacle(linear.k, tp, 1, packed)
+    return along_n or along_k
+
+
+def cut_obstacle(size: int, parts: int, dim: int, scheme: Scheme | None) -> str | None:
+    """Of `size` outputs (dim 0) or inputs (dim 1) into equal parts."""
+    if size % parts:
+        return f"its {size} {('outputs', 'inputs')[dim]} do not split into {parts}"
+    return None if scheme is None else scheme.refuses_cut(dim, size // parts)
+
+
+def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:
+    """Degrees at which all blocks can be cut. What is outside them, engines pad or copy."""
+    reasons: dict[str, str] = {}
+    config = task.model.model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None)
+    inside = [linear for linear in linears if linear.module.startswith(task.model.prefix + ".")]
+    for tp in DEGREES[1:]:
+        found = ((linear.module, obstacle(linear, tp, task.scheme)) for linear in inside)
+        first = next(((module, reason) for module, reason in found if reason), None)
+        if heads and heads % tp:
+            reasons[str(tp)] = f"{heads} attention heads do not split into {tp}."
+        elif shared and shared % tp and tp % shared:
+            reasons[str(tp)] = f"{shared} key-value heads neither split into {tp} nor divide it."
+        elif first:
+            reasons[str(tp)] = f"{first[0]}: {first[1]}."
+    return {"possible": [tp for tp in DEGREES if str(tp) not in reasons], "impossible": reasons}
+
+
+# -- warnings
+
+
+def warnings(task: Task, estimates: dict[str, Any]) -> list[str]:
+    """What may stop the job although nothing refuses it, a sentence each."""
+    said = [task.warning] if task.warning else []
+    output = task.request.output
+    if output is not None:
+        said += taken(task, output)
+    output = output or Path()
+    place = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    free, need = shutil.disk_usage(place).free, estimates["disk_bytes"]
+    if free < need:
+        said.append(f"{place}: {free / 1e9:.1f} GB are free, about {need / 1e9:.1f} GB are needed.")
+    there, need = available_memory(), estimates["memory_bytes"]
+    if task.model.device.type == "cpu" and there is not None and there < need:
+        said.append(
+            f"{there / 1e9:.1f} GB of memory are available, about {need / 1e9:.1f} GB are needed. "
+            "Fewer --nsamples need less."
+        )
+    return said
+
+
+def taken(task: Task, output: Path) -> list[str]:
+    """What must be said of a directory that is there already."""
+    state = output / JOB / SETTINGS
+    if state.exists():
+        task.same_job(read_json(state), output)
+        return [f"{output}: holds an unfinished job of this request; quantize goes on with it."]
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        return [f"{output}: exists and is not empty. Give --fresh or another --output."]
+    return []
+
+
+def available_memory() -> int | None:
+    """Bytes that Linux says can be had without swapping; None elsewhere."""
+    if not MEMORY.exists():
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,126 @@
+"""What a job is about: the model, the scheme that fits it, which linears become few-bit and which
+stay, the calibration text, the types. Nothing is written here: `plan` looks at it, the driver runs
+it.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.checkpoints.read import Checkpoint, stored_dtype
+from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
+from billfish.errors import UserError
+from billfish.models.blocks import StreamedModel
+from billfish.models.compute import compute_dtype, device_of, name_of
+from billfish.models.load import rows_of
+from billfish.offline.fates import settle
+from billfish.offline.kv import check_kv
+from billfish.offline.provenance import data_digest, sampled_digest, versions
+from billfish.offline.request import QuantizeRequest
+from billfish.offline.text import Calibration, calibration
+from billfish.schemes.registry import fields
+
+
+class Task:
+    """One request and its model: what will be done, before anything is."""
+
+    def __init__(self, request: QuantizeRequest, source: Checkpoint) -> None:
+        self.request, self.source = request, source
+        self.device = device_of(request.device)
+        own = stored_dtype(source.path)
+        self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
+        # On a GPU in fp32: activations of bf16 cost up to 0.1 perplexity (docs/LOG.md). fp16
+        # overflows, on a CPU, too.
+        narrow = self.device.type == "cpu" and self.stored_dtype != torch.float16
+        wide = self.stored_dtype if narrow else torch.float32
+        self.dtype = compute_dtype(wide, self.device, request.dtype)
+        self.reads = request.how.needs_data or request.kv is not None
+        self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
+        self.model = StreamedModel(source, self.dtype, self.device)
+        shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
+        self.scheme, self.warning = settle(request.scheme, shapes, request.allow_skipped)
+        self.skipped = {
+            name: reason for name, _, _, reason in self.linear_fates() if reason is not None
+        }
+        if len(self.skipped) == len(self.linear_fates()):
+            raise UserError(
+                f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
+            )
+
+    def linear_fates(self) -> list[tuple[str, int, int, str | None]]:
+        """(module, n, k, why it is skipped or None) of every linear, head included."""
+        outside = "outside the blocks: kept in 16 bit"
+        return [
+            (name, n, k, self.scheme.refuses(n, k) if inside else outside)
+            for name, n, k, inside in self._linears()
+        ]
+
+    def _linears(self) -> list[tuple[str, int, int, bool]]:
+        """(module, n, k, whether it is in a block)"""
+        blocks = self.model.prefix + "."
+        return [
+            (name, module.out_features, module.in_features, name.startswith(blocks))
+            for name, module in self.model.model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+
+    def read_calibration(self) -> Calibration | None:
+        request = self.request
+        if not self.reads:
+            return None
+        try:
+            tokenizer = load_tokenizer(request.model)
+        except UserError as error:
+            raise UserError(
+                f"{error} --method {request.method} needs it for its calibration text; rtn without "
+                "--kv does not."
+            ) from None
+        refuse_foreign(tokenizer, rows_of(self.model.model), request.model)
+        if request.kv is not None:
+            check_kv(self.model.model, tokenizer, request.data, request.seed)
+        if not request.how.needs_data:
+            return None
+        limit = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None)
+        seqlen = min(request.seqlen, limit or request.seqlen)
+        return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for two runs to give the same bytes."""
+        request = self.request
+        shards = sorted({entry.file for entry in self.source.entries.values()})
+        header = json.dumps(
+            {n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()}
+        )
+        return {
+            "scheme": fields(self.scheme),
+            "method": request.method,
+            "data": data_digest(request.data) if self.reads else None,
+            "nsamples": request.nsamples,
+            "seqlen": request.seqlen,
+            "seed": request.seed,
+            "device": str(self.device),
+            "stored_dtype": name_of(self.stored_dtype),
+            "dtype": name_of(self.dtype) if self.reads else None,
+            "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
+            "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),
+            "model_samples_sha256": sampled_digest([self.source.path / shard for shard in shards]),
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def same_job(self, before: dict[str, Any], where: Path) -> None:
+        """Raises unless `before`, the fingerprint of what is in `where`, is this one's."""
+        now = self.fingerprint()
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed:
+            details = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
+            told = before.get("dtype") if "dtype" in changed else None
+            other = f", with --dtype {told}" if told else ""
+            raise UserError(
+                f"{where}: holds a job made another way ({details}). "
+                f"Run that command again{other}, or start over with --fresh."
+            )

@@ -1,0 +1,127 @@
+"""What the other rooms ask of the registry: a scheme by name, its ops, kernels and solver."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from billfish.errors import UserError
+from billfish.kernels import jit
+from billfish.kernels.device import gpu
+from billfish.kernels.jit import Program
+from billfish.schemes import SCHEMES
+from billfish.schemes.base import Family, Fitting, LinearOp, Options, Scheme
+
+
+def family(name: str) -> Family:
+    if name not in SCHEMES:
+        raise UserError(f"scheme {name!r}: known are {', '.join(SCHEMES)}.")
+    return SCHEMES[name]
+
+
+def from_options(name: str, options: Options) -> Scheme | Fitting:
+    made: Scheme | Fitting = family(name).scheme.from_options(options)
+    return made
+
+
+def with_options(name: str, **wanted: Any) -> Scheme:
+    """For benchmarks, which sweep parameters over schemes: those of `wanted` that it has."""
+    has = {field.name for field in dataclasses.fields(family(name).scheme)}
+    made = from_options(name, {key: value for key, value in wanted.items() if key in has})
+    return made.fit([]) if isinstance(made, Fitting) else made
+
+
+def fields(scheme: Scheme) -> dict[str, Any]:
+    """Name and parameters, as reports and configs write them."""
+    return {"name": scheme.name, **dataclasses.asdict(scheme)}  # type: ignore[call-overload]
+
+
+def from_fields(written: dict[str, Any]) -> Scheme:
+    """The inverse; a UserError where they are not those of a scheme."""
+    parameters = dict(written)
+    known = family(str(parameters.pop("name", None))).scheme
+    try:
+        scheme: Scheme = known(**parameters)
+    except TypeError as error:
+        raise UserError(f"scheme {known.name}: parameters {parameters} do not fit it.") from error
+    return scheme
+
+
+def quantizer(scheme: Scheme) -> Any:
+    """The module of the solver; offline alone."""
+    return importlib.import_module(family(scheme.name).quantizer)
+
+
+def ops_of(scheme: Scheme) -> tuple[type[LinearOp], ...]:
+    """Fastest first; the reference last."""
+    return family(scheme.name).ops
+
+
+def choose_op(
+    scheme: Scheme,
+    n: int,
+    k: int,
+    device: torch.device,
+    op: str = "auto",
+    batch_invariant: bool = False,
+) -> type[LinearOp]:
+    """The op that will run one layer; called once per layer at load, never per call.
+
+    `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow
+    path in silence. Nor one that runs `by_name` alone: it computes something less than the scheme
+    says.
+    """
+    ops = ops_of(scheme)
+    if op != "auto":
+        named = {candidate.name: candidate for candidate in ops}
+        if op not in named:
+            raise UserError(
+                f"op {op!r} of scheme {scheme.name}: known are auto, {', '.join(named)}."
+            )
+        if batch_invariant and not named[op].batch_invariant:
+            raise UserError(f"op {op!r} is not batch invariant: ask for one of the two.")
+        reason = named[op].refuses(scheme, n, k, device)
+        if reason:
+            raise UserError(f"op {op!r} cannot run a {n} x {k} layer on {device}: {reason}")
+        return named[op]
+    refusals = []
+    for candidate in ops[:-1]:
+        reason = candidate.refuses(scheme, n, k, device)
+        if batch_invariant and not candidate.batch_invariant:
+            reason = "is not batch invariant."
+        elif candidate.by_name:
+            reason = reason or f'runs only by name, op="{candidate.name}".'
+        if reason is None:
+            return candidate
+        refusals.append(f"  {candidate.name}: {reason}")
+    kind = "batch invariant" if batch_invariant else "fast"
+    raise UserError(
+        f"no {kind} op of scheme {scheme.name} runs a {n} x {k} layer on {device}:\n"
+        + "\n".join(refusals)
+        + f'\nop="{ops[-1].name}" runs it anywhere, slowly.'
+    )
+
+
+def programs(schemes: Iterable[Scheme], dtype: torch.dtype, arch: str) -> list[Program]:
+    """Every kernel that layers of these schemes, in a model of `dtype`, can need on such a GPU."""
+    wanted = {
+        program: None
+        for scheme in schemes
+        for op in ops_of(scheme)
+        for program in op.programs(scheme, dtype, arch)
+    }
+    return list(wanted)
+
+
+def compile_kernels(
+    schemes: Iterable[Scheme],
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Compile what layers of these schemes will need, side by side; a no-op once it is cached."""
+    if device.type == "cuda":
+        arch = gpu(device).arch
+        jit.build_all(programs(schemes, dtype, arch), arch, say)

@@ -1,0 +1,1 @@
+"""w4a16 on an NVIDIA GPU: records, tile configurations, kernels."""

@@ -1,0 +1,105 @@
+"""Which kernels w4a16 has on a GPU: their instances by name, and what of them a layer can need."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from billfish.kernels.device import capability
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.scheme import W4A16
+
+HERE = Path(__file__).parent
+TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+BATCH_ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What names an instance of the kernels, beside the activations' type."""
+
+    kernel: Literal["decode", "stripe"]
+    group: int  # of a record: 32, 64, 128
+    zeros: bool
+    planes: int
+    scale_dtype: torch.dtype
+
+    @property
+    def record_bytes(self) -> int:
+        groups = arrange.K // self.group
+        return arrange.WORDS * 4 + groups * (128 + (32 if self.zeros else 0))
+
+
+KINDS = [
+    Kind(kernel, group, zeros, planes, dtype)
+    for kernel in ("decode", "stripe")
+    for group in (32, 64, 128)
+    for zeros in (False, True)
+    for planes in (1, 2)
+    for dtype in TYPES
+]
+
+
+@functools.cache
+def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    """For up to 16 tokens."""
+    return _kernel(kind.kernel, kind, dtype, tokens, bands)
+
+
+@functools.cache
+def batch_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    return _kernel("batch", kind, dtype, tokens, bands)
+
+
+@functools.cache
+def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
+    return _kernel("panel", kind, dtype, kind.planes)
+
+
+def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
+    types = [TYPES[dtype]] if name == "batch" else [TYPES[dtype], TYPES[kind.scale_dtype]]
+    arguments = ", ".join(map(str, (*types, kind.group, str(kind.zeros).lower(), *numbers)))
+    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
+
+
+def rounds_once(kind: Kind, dtype: torch.dtype) -> bool:
+    """Whether kernels that decode weights in registers round them once: codes of one plane, and
+    scales of x's type. w4a16_batch does so, and w4a16_stripe past 16 tokens."""
+    return kind.planes == 1 and kind.scale_dtype == dtype
+
+
+def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
+    return rounds_once(kind, dtype) and kind.kernel == "decode" and arch == BATCH_ARCH
+
+
+def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
+    most = max(stripe.BANDS) if rounds_once(kind, dtype) else tile.MOST_TOKENS
+    return [tokens for tokens in stripe.BANDS if tokens <= most]
+
+
+def kind_of(scheme: W4A16, kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
+    k = scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
+    shape = arrange.record_shape(scheme, 1, k, scale_dtype)
+    return Kind(kernel, shape.record_group, shape.zeros, shape.planes, scale_dtype)
+
+
+def programs(
+    scheme: W4A16, kernel: Literal["decode", "stripe"], dtype: torch.dtype, arch: str
+) -> tuple[Program, ...]:
+    """Every kernel that a layer of this scheme and a model in `dtype` can need on such a GPU:
+    w4a16_decode's company from sm_90 on, w4a16_stripe's before."""
+    if dtype not in TYPES or (kernel == "decode") != (capability(arch) >= (9, 0)):
+        return ()
+    kind = kind_of(scheme, kernel, dtype)
+    if kernel == "decode":
+        kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in (1, 2, 4)]
+    else:
+        tokens = stripe_tokens(kind, dtype)
+        kernels = [few_kernel(kind, dtype, t, stripe.BANDS[t]) for t in tokens]
+    if runs_batches(kind, dtype, arch):
+        kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.STAGE_US]
+    return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

@@ -1,0 +1,266 @@
+"""One layer's launches on one GPU: which kernel runs m tokens, with which tile configuration.
+
+Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
+from sm_80 on), more on Hopper's tensor cores (w4a16_batch); without these up to four slices, of 16
+tokens (decode) or 64 (stripe), and more through decoded panels and the library's matrix product.
+All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+from billfish.errors import UserError
+from billfish.kernels import meeting, tensor_map
+from billfish.kernels.device import gpu
+from billfish.kernels.launch import Loaded
+from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.cuda.gated import apart
+from billfish.schemes.w4a16.cuda.instances import (
+    KINDS,
+    TYPES,
+    Kind,
+    batch_kernel,
+    few_kernel,
+    panel_kernel,
+    runs_batches,
+    stripe_tokens,
+)
+
+PANEL_THREADS = 256  # panel.cuh
+# Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
+MOST_SLICES = 4
+PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
+
+Path = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]  # x, records, bias, out
+
+
+class Plan:
+    """One layer's launches on one device: all that does not change from call to call."""
+
+    def __init__(self, index: int, n: int, k: int, kind: Kind, dtype: torch.dtype) -> None:
+        self.n, self.k, self.kind, self.dtype = n, k, kind, dtype
+        self.bands, self.k_tiles = -(-n // arrange.N), -(-k // arrange.K) * kind.planes
+        self.panel = panel_kernel(kind, dtype).load(index)
+        if kind.kernel == "decode":
+            self.few = {tokens: self._decode(index, tokens) for tokens in (8, 16)}
+        else:
+            self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
+        self.most = max(self.few)
+        self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], batch.Launch]()
+        self.paths: dict[tuple[int, bool, bool], Path] = {}
+        self.batches: dict[tuple[int, int], Loaded] = {}
+        if runs_batches(kind, dtype, self.gpu.arch):
+            for instance in batch.STAGE_US:
+                self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
+
+    def batch(
+        self,
+        x: Tensor,
+        records: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        m: int,
+        invariant: bool,
+        gated: bool = False,
+    ) -> None:
+        how = self.cuts.get((m, invariant))
+        if how is None:
+            pick = batch.pick_invariant if invariant else batch.pick
+            how = pick(m, self.n, self.k_tiles, self.kind.record_bytes, self.gpu)
+            self.cuts[m, invariant] = how
+        cut, index = how.cut, self.gpu.index
+        rows = tensor_map.of_rows(x.data_ptr(), m, self.k + -self.k % 8, cut.tokens)
+        sums = locks = 0
+        if how.sums:
+            left = meeting.place(index, how.sums, how.blocks * batch.FLAGS)
+            sums, locks = left[0].data_ptr(), left[1].data_ptr()
+        arguments = (records.data_ptr(), rows, 0 if bias is None else bias.data_ptr(),
+                     out.data_ptr(), sums, locks, m, self.n, how.m_tiles, how.n_tiles, self.k_tiles,
+                     how.whole, how.stages, how.early, gated)  # fmt: skip
+        kernel = self.batches[cut.tokens, cut.bands]
+        kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, pdl=True)
+
+    def _decode(self, index: int, tokens: int) -> Callable[..., None]:
+        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
+        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
+        n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
+
+        def run(
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+        ) -> None:
+            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                         out.data_ptr(), m, n, x_k, k_tiles, how.stages, gated)  # fmt: skip
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
+
+        return run
+
+    def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
+        bands = stripe.BANDS[tokens]
+        how = stripe.Stripes(self.n, self.k_tiles, bands, gpu(index).sms)
+        smem = stripe.smem_bytes(tokens, bands, self.kind.record_bytes)
+        kernel = few_kernel(self.kind, self.dtype, tokens, bands).load(index)
+        n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
+        sums = arrange.N * tokens * bands
+
+        def run(
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+        ) -> None:
+            assert not gated
+            workspace, locks = meeting.place(index, gpu(index).sms * sums, gpu(index).sms)
+            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                         out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
+                         k_tiles)  # fmt: skip
+            kernel.launch(how.blocks, stripe.THREADS, arguments, smem)
+
+        return run
+
+    def decoded(self, records: Tensor, start: int, end: int) -> Tensor:
+        """Weights of bands [start, end): (rows, k)."""
+        rows = min(end * arrange.N, self.n) - start * arrange.N
+        out = torch.empty(rows, self.k, dtype=self.dtype, device=records.device)
+        grid = (self.k_tiles // self.kind.planes, end - start)
+        arguments = (records[start].data_ptr(), out.data_ptr(), rows, self.k)
+        self.panel.launch(grid, PANEL_THREADS, arguments)
+        return out
+
+    # -- which of them runs m tokens
+
+    def path(self, m: int, invariant: bool, gated: bool) -> Path:
+        """Chosen once for each m; `gated` stores silu(gate) * up."""
+        found = self.paths.get((m, invariant, gated))
+        if found is None:
+            found = self.paths[m, invariant, gated] = self._path(m, invariant, gated)
+        return found
+
+    def _path(self, m: int, invariant: bool, gated: bool) -> Path:
+        if gated and not self.batches:  # x of another type than the scales
+            return self._gated_after(self.path(m, invariant, False))
+        if invariant and not self.batches:
+            raise UserError(
+                f"activations are {self.dtype}, scales of this layer {self.kind.scale_dtype}: an "
+                "invariant layer takes those of its scales' type. Load the model in that dtype."
+            )
+        if invariant:
+            return self._slices(m, batch.MOST_INVARIANT, lambda tokens: self._batch(True, gated))
+        if m <= tile.MOST_TOKENS:
+            return self._slices(m, m, lambda tokens: self._few(tokens, gated))
+        if self.batches:
+            return self._slices(m, m, lambda tokens: self._batch(False, gated))
+        if m <= self.most * MOST_SLICES:
+            return self._slices(m, self.most, lambda tokens: self._few(tokens, False))
+        return self._panels
+
+    def _few(self, m: int, gated: bool) -> Callable[..., None]:
+        run = self.few[min(tokens for tokens in self.few if tokens >= m)]
+        return lambda x, records, bias, out, m: run(x, records, bias, out, m, gated)
+
+    def _batch(self, invariant: bool, gated: bool) -> Callable[..., None]:
+        return lambda x, records, bias, out, m: self.batch(
+            x, records, bias, out, m, invariant, gated
+        )
+
+    def _slices(self, m: int, most: int, kernel: Callable[[int], Callable[..., None]]) -> Path:
+        """The kernel over `most` rows of x at a time, which it wants aligned and without gaps."""
+        starts = range(0, m, most)
+        runs = [(start, min(most, m - start)) for start in starts]
+        calls = [(start, rows, kernel(rows)) for start, rows in runs]
+        padding = (0, -self.k % 8)
+
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+            if padding[1]:
+                x = pad(x, padding)
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if x.data_ptr() % 16:
+                x = x.clone()
+            if len(calls) == 1:
+                calls[0][2](x, records, bias, out, m)
+                return
+            x, out = x.view(m, -1), out.view(m, -1)
+            for start, rows, call in calls:
+                call(x[start : start + rows], records, bias, out[start:], rows)
+
+        return run
+
+    def _gated_after(self, path: Path) -> Path:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+            both = x.new_empty((*x.shape[:-1], self.n))
+            path(x, records, bias, both)
+            gate, up = apart(both).chunk(2, -1)
+            torch.mul(silu(gate), up, out=out)
+
+        return run
+
+    def _panels(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """A panel of decoded weights at a time, and the library's product."""
+        rows, outs = x.reshape(-1, self.k), out.view(-1, self.n)
+        step = max(1, PANEL_WEIGHTS // (self.k * arrange.N))
+        for start in range(0, self.bands, step):
+            weight = self.decoded(records, start, min(start + step, self.bands))
+            end = start * arrange.N + len(weight)
+            outs[:, start * arrange.N : end] = rows @ weight.T
+        if bias is not None:
+            out.add_(bias)
+
+
+@functools.cache
+def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
+    return Plan(index, n, k, KINDS[kind], dtype)
+
+
+def linear(
+    x: Tensor,
+    records: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    kind: int,
+    invariant: bool,
+    gated: bool = False,
+) -> Tensor:
+    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel.
+    `gated`: (..., n / 2), silu(gate) * up of rows that lie as gated.py has them, without bias."""
+    shape, dtype = x.shape, x.dtype
+    if dtype not in TYPES:
+        raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
+    if shape[-1] != k:
+        raise ValueError(f"activations have {shape[-1]} columns, the layer takes {k}")
+    if x.device != records.device:
+        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
+    out = x.new_empty((*shape[:-1], n // 2 if gated else n))
+    m = x.numel() // k
+    if m:
+        if bias is not None:
+            bias = bias.to(x.device, dtype).contiguous()
+        path = plan(x.get_device(), n, k, kind, dtype).path(m, invariant, gated)
+        path(x, records, bias, out)
+    return out
+
+
+# For torch.compile and whatever else must see an operator. Library.impl costs 5 us a call around a
+# launch of 5 us, the custom_op decorator 22: plain eager calls go straight to `linear`.
+_library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind, "
+    "bool invariant, bool gated=False) -> Tensor"
+)
+_library.impl("w4a16_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
+operator = torch.ops.billfish.w4a16_linear.default
+
+
+@torch.library.register_fake("billfish::w4a16_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _fake(
+    x: Tensor,
+    records: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    kind: int,
+    invariant: bool,
+    gated: bool = False,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n // 2 if gated else n)

@@ -1,0 +1,68 @@
+"""The search behind tuned.json: every tile configuration of w4a16_batch, timed on this card.
+
+Those that the model of batch.py expects to take more than twice the shortest are not tried.
+How calls are timed is the caller's: bench/timing.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from billfish.errors import UserError
+from billfish.kernels.device import gpu
+from billfish.schemes.w4a16.cuda import batch, tile
+from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH
+from billfish.schemes.w4a16.cuda.op import CudaOp
+from billfish.schemes.w4a16.cuda.plan import plan
+from billfish.schemes.w4a16.scheme import W4A16
+
+HOPELESS = 2.0  # times the model's shortest
+SCHEME, DTYPE = W4A16(4, 128), torch.float16
+TABLE = batch.TABLE
+MEASURED = "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes], us of the fastest"
+
+
+def check(rows: tuple[int, ...]) -> None:
+    wrong = [m for m in rows if m <= tile.MOST_TOKENS]
+    if wrong:
+        raise UserError(
+            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {tile.MOST_TOKENS + 1} tokens and "
+            "more; fewer go elsewhere."
+        )
+
+
+def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[batch.Launch]:
+    """Of all cuts that fit, those the model does not give up; the most promising first."""
+    fit = (batch.launch(cut, m, n, k_tiles, record_bytes, card) for cut in batch.cuts())
+    found = sorted((batch.model_us(how, k_tiles, card), i, how) for i, how in enumerate(fit) if how)
+    return [how for us, _, how in found if us <= HOPELESS * found[0][0]]
+
+
+def search_layer(
+    n: int, k: int, rows: tuple[int, ...], card: Any, rules: Any, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The fastest configuration of one layer for each m; `card` and `rules` are bench/timing's."""
+    found, generator = gpu(card.device), torch.Generator(card.device).manual_seed(0)
+    ops: list[CudaOp] = []
+    while not ops or len(ops) < rules.copies(ops[0].nbytes(), rules.least_copies):
+        ops.append(CudaOp(SCHEME, SCHEME.random_tensors(n, k, DTYPE, generator)))
+    how_it_runs = plan(found.index, n, k, ops[0].kind, DTYPE)
+    if not how_it_runs.batches:
+        raise UserError(f"{found.name} is {found.arch}; w4a16_batch needs {BATCH_ARCH}.")
+    layer: dict[str, Any] = {"k": k, "n": n, "cuts": {}, "us": {}}
+    for m in rows:
+        x = torch.randn(m, k, dtype=DTYPE, device=card.device, generator=generator)
+        launches = rules.launches(len(ops), max(n * k / 9e6, 1.0))
+        timings = []
+        for how in worth_trying(m, n, how_it_runs.k_tiles, how_it_runs.kind.record_bytes, found):
+            cut = how.cut
+            say(f"{k} x {n}, m = {m}: {cut.tokens} x {cut.bands} x {cut.stripes}")
+            how_it_runs.cuts[m, False] = how
+            timing = card.time([partial(op, x) for op in ops], launches, "pdl")
+            timings.append((timing.median, [cut.tokens, cut.bands, cut.stripes]))
+        del how_it_runs.cuts[m, False]
+        us, best = min(timings)
+        layer["cuts"][str(m)], layer["us"][str(m)] = best, round(us, 1)
+    return layer

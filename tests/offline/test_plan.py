@@ -1,0 +1,255 @@
+"""plan's sizes are those of the result, byte for byte; what the job refuses, it refuses."""
+
+import json
+
+import pytest
+import torch
+from tiny_checkpoint import tiny_llama
+
+from billfish.checkpoints.read import Checkpoint
+from billfish.errors import UserError
+from billfish.offline import costs
+from billfish.offline import plan as planning
+from billfish.offline.costs import Linear, input_groups
+from billfish.offline.driver import Job, quantize
+from billfish.offline.plan import obstacle, parallel_way, plan
+from billfish.offline.request import QuantizeRequest
+from billfish.schemes.w4a16 import W4A16
+
+CASES = {
+    "symmetric": (W4A16(4, 32), None),
+    "asymmetric": (W4A16(4, 32, symmetric=False), None),
+    "3 bit, channel, fp16": (W4A16(3, -1, symmetric=False), torch.float16),
+    "8 bit, fp32": (W4A16(8, 64), torch.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch):
+    monkeypatch.setattr(costs, "PROBE_SECONDS", 0.001)
+    monkeypatch.setattr(costs, "PROBES", (32, 64))
+    monkeypatch.setattr(costs, "DEPTH", 64)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dense") / "model"
+    tiny_llama().save_pretrained(path)
+    return path
+
+
+def sizes(path):
+    return {name: entry.nbytes for name, entry in Checkpoint(path).entries.items()}
+
+
+def tp_of(result):
+    """{q_proj: [1, 2], ...}: all blocks are alike."""
+    return {row["module"].rpartition(".")[2]: row["tp"] for row in result["layers"]}
+
+
+# -- sizes
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_are_those_of_the_result(case, tied, tmp_path):
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
+    scheme, dtype = CASES[case]
+    request = QuantizeRequest(
+        tmp_path / "dense", tmp_path / "out", scheme, "rtn", stored_dtype=dtype
+    )
+    planned = plan(request)
+    assert not (tmp_path / "out").exists()
+    quantize(request)
+    before, after = sizes(tmp_path / "dense"), sizes(tmp_path / "out")
+    totals = planned["totals"]
+    assert (totals["linears"], totals["quantized"], totals["skipped"]) == (15, 14, 1)
+    assert totals["bytes_before"] == sum(before.values())
+    assert totals["bytes_after"] == sum(after.values())
+    expected = {}
+    for row in planned["layers"]:
+        for part, nbytes in row["stored"].items():
+            expected[f"{row['module']}.{part}"] = nbytes
+        assert row["bytes_after"] == sum(row["stored"].values())
+        assert row["bytes_before"] == before.get(f"{row['module']}.weight", 0)
+        if row["skip"] is None:
+            assert row["bits_per_weight"] == row["bytes_after"] * 8 / (row["n"] * row["k"])
+    if tied:
+        assert expected.pop("lm_head.weight") == 0 and "lm_head.weight" not in after
+    stored = {n: b for n, b in after.items() if "proj" in n or n == "lm_head.weight"}
+    assert expected == stored
+    weights = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 128)
+    assert totals["quantized_parameters"] == weights
+    packed = sum(nbytes for name, nbytes in after.items() if "proj" in name)
+    assert totals["bits_per_weight"] == packed * 8 / weights
+    source = Checkpoint(tmp_path / "dense").entries.values()
+    parameters = sum(torch.Size(entry.shape).numel() for entry in source)
+    assert totals["model_bits_per_weight"] == sum(after.values()) * 8 / parameters
+
+
+def test_layers_the_group_size_does_not_divide_are_skipped(tmp_path):
+    tiny_llama(intermediate_size=96).save_pretrained(tmp_path / "dense")
+    request = QuantizeRequest(
+        tmp_path / "dense", tmp_path / "out", W4A16(4, 64), "rtn", allow_skipped=True
+    )
+    planned = plan(request)
+    quantize(request)
+    assert planned["totals"]["bytes_after"] == sum(sizes(tmp_path / "out").values())
+    skipped = {row["module"]: row for row in planned["layers"] if row["skip"]}
+    down = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert set(skipped) == {*down, "lm_head"}
+    row = skipped[down[0]]
+    assert "does not divide k = 96" in row["skip"]
+    assert (row["scheme"], row["bits_per_weight"], row["bytes_after"]) == (None, 16, 64 * 96 * 2)
+
+
+# -- tensor parallelism, by hand: hidden 64, intermediate 128, 4 heads of 16, 2 of them key-value
+
+
+def test_degrees_symmetric(dense, tmp_path):
+    found = plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32), "rtn"))
+    assert tp_of(found) == {
+        "q_proj": [1, 2, 4, 8],  # n = 64
+        "k_proj": [1, 2, 4, 8],  # n = 32
+        "v_proj": [1, 2, 4, 8],
+        "o_proj": [1, 2],  # k = 64: 2 groups
+        "gate_proj": [1, 2, 4, 8],  # n = 128
+        "up_proj": [1, 2, 4, 8],
+        "down_proj": [1, 2, 4],  # k = 128: 4 groups
+        "lm_head": [1, 2, 4, 8],
+    }
+    assert found["tp"]["possible"] == [1, 2]
+    assert found["tp"]["impossible"] == {
+        "4": "model.layers.0.self_attn.o_proj: 16 inputs are not whole groups of 32.",
+        "8": "4 attention heads do not split into 8.",
+    }
+
+
+def test_degrees_asymmetric(dense, tmp_path):
+    found = tp_of(
+        plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32, symmetric=False), "rtn"))
+    )
+    assert found["q_proj"] == [1, 2, 4, 8]  # 8 zeros of 4 bits: one word
+    assert found["k_proj"] == [1, 2, 4]  # 4 zeros: half a word
+
+
+def test_degrees_of_odd_bits_per_channel(dense, tmp_path):
+    found = tp_of(plan(QuantizeRequest(dense, tmp_path / "out", W4A16(3, -1), "rtn")))
+    assert found["o_proj"] == [1, 2]  # 32 codes of 3 bits are 3 words, 16 are not whole
+    assert found["down_proj"] == [1, 2, 4]
+
+
+def test_degrees_of_heads(tmp_path):
+    model = tiny_llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=3, head_dim=32)
+    model.save_pretrained(tmp_path / "dense")
+    found = plan(QuantizeRequest(tmp_path / "dense", tmp_path / "out", W4A16(4, 16), "rtn"))["tp"]
+    assert found["possible"] == [1]
+    assert "3 key-value heads" in found["impossible"]["2"]
+    assert "12 attention heads" in found["impossible"]["8"]
+
+
+def test_layer_in_no_plan_must_split_both_ways():
+    layer = Linear("encoder.fc", 24, 64, None, None)
+    degrees = [tp for tp in (1, 2, 4, 8) if obstacle(layer, tp, W4A16(4, 16)) is None]
+    assert degrees == [1, 2, 4]  # 64 / 8 = 8: half a group
+    dense = Linear("encoder.fc", 24, 64, "skipped", None)
+    assert [tp for tp in (1, 2, 4, 8) if obstacle(dense, tp, W4A16(4, 16)) is None] == [1, 2, 4, 8]
+    assert obstacle(Linear("x", 12, 64, None, "2n"), 4, W4A16(4, 16)) is not None  # 6 + 6 outputs
+    assert obstacle(Linear("x", 7, 7, None, "whole"), 8, W4A16(4, -1)) is None
+
+
+@pytest.mark.parametrize(
+    ("style", "way"),
+    [
+        ("colwise", "n"), ("colwise_rep", "n"), ("colwise_gather_output", "n"),
+        ("local_colwise", "n"), ("packed_colwise", "2n"), ("rowwise", "k"),
+        ("rowwise_split_input", "k"),
+        ("replicated_with_grad_allreduce", "whole"), ("sequence_parallel", None), ("", None),
+    ],
+)  # fmt: skip
+def test_names_of_transformers_tp_plans(style, way):
+    styles = {"layers.*.mlp.fc": style, "lm_head": "colwise_rep"}
+    assert parallel_way("model.layers.17.mlp.fc", styles) == way
+    assert parallel_way("layers.3.mlp.fc", styles) == way
+    assert parallel_way("model.layers.17.mlp.other_fc", styles) is None
+
+
+# -- refusals
+
+
+def test_refuses_what_the_job_refuses(dense, tmp_path):
+    with pytest.raises(UserError, match="no linear can be quantized"):
+        plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 48), "rtn", allow_skipped=True))
+    quantize(QuantizeRequest(dense, tmp_path / "done", W4A16(4, 32), "rtn"))
+    with pytest.raises(UserError, match="quantize"):
+        plan(QuantizeRequest(tmp_path / "done", tmp_path / "out", W4A16(4, 32), "rtn"))
+    with pytest.raises(UserError, match="no such directory"):
+        plan(QuantizeRequest(tmp_path / "nothing", tmp_path / "out", W4A16(4, 32), "rtn"))
+
+
+def test_refuses_calibration_that_cannot_be(dense, llama, tmp_path):
+    with pytest.raises(UserError, match="tokenizer"):
+        plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32), "gptq"))
+    with pytest.raises(UserError, match="no such calibration file"):
+        plan(QuantizeRequest(llama, tmp_path / "out", W4A16(4, 32), "gptq", data="nothing.txt"))
+
+
+def test_refuses_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="doctor"):
+        plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32), "rtn", device="cuda"))
+
+
+# -- estimates
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_estimates(method, llama, text, tmp_path):
+    request = QuantizeRequest(
+        llama, tmp_path / "out", W4A16(4, 32), method, text, nsamples=8, seqlen=64
+    )
+    planned = plan(request)
+    json.dumps(planned)
+    found = planned["estimates"]
+    assert "Estimates" in found["note"]
+    assert found["seconds"] == pytest.approx(sum(found["time"].values()))
+    assert found["disk_bytes"] == sum(found["disk"].values())
+    assert found["disk"]["result"] >= planned["totals"]["bytes_after"]
+    if method == "rtn":
+        assert planned["calibration"] is None and found["memory"]["activations"] == 0
+    else:
+        report = quantize(request)
+        assert planned["calibration"]["tokens"] == report["calibration"]["tokens"]
+        width = getattr(torch, planned["dtype"]).itemsize
+        states = planned["calibration"]["tokens"] * 64 * width  # hidden size
+        assert found["memory"]["activations"] == states * (2 if method == "gptq" else 1)
+        assert found["time"]["passes"] > 0 and found["time"]["statistics"] > 0
+    most = max(part for name, part in found["memory"].items() if name != "process")
+    assert found["memory_bytes"] >= found["memory"]["process"] + most
+
+
+def test_linears_that_read_one_input():
+    ways = {"q": "n", "k": "n", "v": "n", "o": "k"}
+    linears = [Linear(f"h.0.attn.{name}", 8, 16, None, way) for name, way in ways.items()]
+    linears += [Linear("h.0.mlp.up", 32, 16, None, "n"), Linear("h.1.mlp.up", 32, 16, None, "n")]
+    assert sorted(input_groups(linears, "h.0.")) == [(8, 16), (24, 16), (32, 16)]
+
+
+def test_warnings(dense, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    request = QuantizeRequest(dense, output, W4A16(4, 32), "rtn")
+    assert plan(request)["warnings"] == []
+    output.mkdir()
+    (output / "mine.txt").write_text("")
+    assert "not empty" in plan(request)["warnings"][0]
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   1000 kB\n")
+    monkeypatch.setattr(planning, "MEMORY", tmp_path / "meminfo")
+    assert "memory" in plan(request)["warnings"][1]
+
+
+def test_unfinished_job(dense, tmp_path):
+    request = QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32), "rtn")
+    Job(request, Checkpoint(dense)).open(True)
+    assert "unfinished job" in plan(request)["warnings"][0]
+    with pytest.raises(UserError, match="another way"):
+        plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 64), "rtn"))
