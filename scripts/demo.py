@@ -80,8 +80,9 @@ def main() -> None:
     show.quantized(result)
 
     show.out.print("\n[bold]2. measure[/]  perplexity on the shipped text sample, before and after")
-    measure = EvalRequest(output, ("sample",), source, kl=True, limit=3, dtype=cpu_type().name,
-                          command="make demo")  # fmt: skip
+    measure = EvalRequest(
+        output, ("sample",), source, kl=True, limit=3, dtype=cpu_type().name, command="make demo"
+    )
     with show.status() as say:
         scores = evaluate(measure, say)
     show.evaluation(scores)
@@ -94,16 +95,23 @@ def main() -> None:
     for piece in pieces:
         text += piece
         show.stream(piece)
-    show.generated({
-        "tokens": timing.tokens, "tokens_per_second": timing.tokens_per_second,
-        "prompt_tokens": timing.prompt_tokens, "prompt_seconds": timing.prompt_seconds,
-    })  # fmt: skip
+    show.generated(
+        {
+            "tokens": timing.tokens,
+            "tokens_per_second": timing.tokens_per_second,
+            "prompt_tokens": timing.prompt_tokens,
+            "prompt_seconds": timing.prompt_seconds,
+        }
+    )
     scores["quantization"] = {**scores.get("quantization", {}), "seconds": result["seconds"]}
     write_report(scores, DEMO / "report.html", DEMO / "report.json")
-    show.lines([
-        ("report", DEMO / "report.html"), ("model", output),
-        ("whole demo", show.duration(time.monotonic() - started)),
-    ])  # fmt: skip
+    show.lines(
+        [
+            ("report", DEMO / "report.html"),
+            ("model", output),
+            ("whole demo", show.duration(time.monotonic() - started)),
+        ]
+    )
 
 
 def finished(output: Path) -> bool:

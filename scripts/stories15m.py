@@ -49,10 +49,18 @@ def read_model(file: bytes) -> LlamaForCausalLM:
     shared = vocabulary > 0  # a negative size says that the head has weights of its own
     vocabulary = abs(vocabulary)
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context,
-        rms_norm_eps=1e-5, tie_word_embeddings=shared, bos_token_id=BOS, eos_token_id=BOS,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=shared,
+        bos_token_id=BOS,
+        eos_token_id=BOS,
+    )
     embedding = take(vocabulary, dim)
     state = {"model.embed_tokens.weight": embedding}
     for name, *shape in (

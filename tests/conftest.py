@@ -9,9 +9,18 @@ import torch
 from tiny import write_checkpoint
 
 # Files that take a minute or more: begun first, so that no worker is left alone with one.
-LONG = ("test_real_model.py", "test_emulated.py", "test_compile.py", "test_cli.py",
-        "test_engine_kernels.py", "test_driver.py", "test_bench_serve.py", "test_attend.py",
-        "test_server_limits.py", "test_server_soak.py")  # fmt: skip
+LONG = (
+    "test_real_model.py",
+    "test_emulated.py",
+    "test_compile.py",
+    "test_cli.py",
+    "test_engine_kernels.py",
+    "test_driver.py",
+    "test_bench_serve.py",
+    "test_attend.py",
+    "test_server_limits.py",
+    "test_server_soak.py",
+)
 torch.set_num_threads(1)  # tiny matmuls: threads cost more than they bring
 
 

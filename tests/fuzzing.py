@@ -25,9 +25,13 @@ def rounds(inputs, examples, check, between=lambda: None):
         size = min(ROUND, examples - number * ROUND)
 
         @seed(first + number)
-        @settings(max_examples=size, database=None, deadline=None,
-                  suppress_health_check=list(HealthCheck),
-                  phases=(Phase.generate, Phase.shrink))  # fmt: skip
+        @settings(
+            max_examples=size,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )
         @given(inputs)
         def one_round(one):
             check(one)

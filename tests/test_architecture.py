@@ -8,8 +8,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "billfish"
 # Each room may import the rooms before it, and itself.
-ROOMS = ["formats", "solvers", "kernels", "schemes", "models", "engine", "server", "integrations",
-         "evaluate", "bench"]  # fmt: skip
+ROOMS = [
+    "formats",
+    "solvers",
+    "kernels",
+    "schemes",
+    "models",
+    "engine",
+    "server",
+    "integrations",
+    "evaluate",
+    "bench",
+]
 ALLOWED = {
     "formats": set(),
     "solvers": {"formats", "kernels"},

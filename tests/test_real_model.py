@@ -70,9 +70,13 @@ def test_the_engine_writes_what_transformers_writes(original):
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
-            min_new_tokens=64, eos_token_id=None,
-        )[0, ids.shape[1] :]  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=64,
+            min_new_tokens=64,
+            eos_token_id=None,
+        )[0, ids.shape[1] :]
         assert output.outputs[0].token_ids == wanted.tolist()
         assert output.outputs[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
 

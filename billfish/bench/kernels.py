@@ -253,12 +253,18 @@ class Run:
         dense = self.dense[k, n, m, variant.dtype]
         point: Result = {
             "linears": [label],
-            "k": k, "n": n, "m": m, **asdict(variant),
+            "k": k,
+            "n": n,
+            "m": m,
+            **asdict(variant),
             "op": ops[0].name if ops else None,
-            "us": {}, "error": failed,
-            "cublas_us": dense["us"], "cublas_floor_us": dense["floor_us"],
-            "cublas_copies": dense["copies"], "cublas_error": dense["error"],
-        }  # fmt: skip
+            "us": {},
+            "error": failed,
+            "cublas_us": dense["us"],
+            "cublas_floor_us": dense["floor_us"],
+            "cublas_copies": dense["copies"],
+            "cublas_error": dense["error"],
+        }
         if not ops:
             return point
         weights = ops[0].nbytes()
@@ -290,9 +296,15 @@ class Run:
         """The layer's products one after the other in one graph, against their times alone."""
         parts = [self.points[k, n, m, variant] for k, n in _pairs(made)]
         told: Result = {
-            "sets": [made.name], "m": m, "variant": asdict(variant), "linears": _sizes(made),
-            "us": {}, "parts_us": {}, "cublas_parts_us": None, "error": None,
-        }  # fmt: skip
+            "sets": [made.name],
+            "m": m,
+            "variant": asdict(variant),
+            "linears": _sizes(made),
+            "us": {},
+            "parts_us": {},
+            "cublas_parts_us": None,
+            "error": None,
+        }
         self.chains.append(told)
         bad = next((part["error"] for part in parts if part["error"]), None)
         if bad:

@@ -49,10 +49,14 @@ def measure(own: Own, load: Load, say: Say, keep: Callable[[Result], None]) -> R
     servers: list[Result] = []
     load = replace(load, model=None, key=None)  # whatever a server calls its model; none has a key
     result: Result = {
-        "bench": "serve", "result_version": serve.RESULT_VERSION, "model": own.request.model,
-        "random": own.request.random, "max_num_seqs": own.sequences, "complete": False,
+        "bench": "serve",
+        "result_version": serve.RESULT_VERSION,
+        "model": own.request.model,
+        "random": own.request.random,
+        "max_num_seqs": own.sequences,
+        "complete": False,
         "servers": servers,
-    }  # fmt: skip
+    }
     for variant in own.request.variants:
         say(f"{variant}: loading")
         with serving(own, variant) as ready:
@@ -74,8 +78,14 @@ def measure(own: Own, load: Load, say: Say, keep: Callable[[Result], None]) -> R
 
 def _alone(ready: Ready, load: Load) -> Result:
     """One text at a time over HTTP, against the engine's own stream."""
-    one = replace(load, url=ready.url, rates=(math.inf,), requests=1, input=(ALONE[0],) * 2,
-                  output=(ALONE[1],) * 2)  # fmt: skip
+    one = replace(
+        load,
+        url=ready.url,
+        rates=(math.inf,),
+        requests=1,
+        input=(ALONE[0],) * 2,
+        output=(ALONE[1],) * 2,
+    )
     found = [serve.measure(one, lambda _: None, lambda _: None) for _ in range(ROUNDS)]
     http = 1e3 / statistics.median(each["points"][0]["tpot_ms"]["mean"] for each in found)
     return {
@@ -117,8 +127,15 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
             tokenizer = numbered(model.config.vocab_size)
         # No prefix cache: prompts are drawn from few tokens, and none shall be free.
         most = min(max(own.tokens, sum(ALONE)), model.config.max_position_embeddings)
-        llm = LLM.of(model, tokenizer, given=True, kv=variant.kv, max_num_seqs=own.sequences,
-                     max_model_len=most, prefix_caching=False)  # fmt: skip
+        llm = LLM.of(
+            model,
+            tokenizer,
+            given=True,
+            kv=variant.kv,
+            max_num_seqs=own.sequences,
+            max_model_len=most,
+            prefix_caching=False,
+        )
         settings = Settings(str(variant), port=0)
         bound = bind(settings)
         bound.listen()  # whoever comes before the server is up waits

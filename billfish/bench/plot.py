@@ -23,8 +23,15 @@ Result = dict[str, Any]
 _Lines = Iterator[tuple[int, str, list[Result]]]
 # Okabe and Ito's colours, which stay apart for every eye; black is the roof's.
 COLOURS = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8B6D00", "#7A5CC2",
-)  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8B6D00",
+    "#7A5CC2",
+)
 MARKERS = "os^DvP*X"
 INK, PALE = "#222222", "#8A8A8A"
 PEERS_OF = ("float16", 128, True)  # the variant peers were timed in; in others they say nothing
@@ -81,9 +88,14 @@ def roofline(result: Result) -> "Figure":
             reach = [low, min(compute / ceiling, high)]
             told = f"read speed reached by torch.sum: {ceiling / 1e12:.2f} TB/s"
             axes.plot(
-                reach, [x * ceiling / 1e12 for x in reach], color=PALE, linestyle=(0, (4, 2)),
-                linewidth=1.2, label=told, zorder=1,
-            )  # fmt: skip
+                reach,
+                [x * ceiling / 1e12 for x in reach],
+                color=PALE,
+                linestyle=(0, (4, 2)),
+                linewidth=1.2,
+                label=told,
+                zorder=1,
+            )
         for index, label, line in _lines(result, variant):
             x, y = [p["intensity"] for p in line], [p["tflops"] for p in line]
             axes.plot(x, y, label=label, **_style(index))
@@ -110,9 +122,13 @@ def speedup(result: Result, peers: Result | None = None) -> "Figure":
         largest = max((point["k"] * point["n"] for point in mine), default=0)
         ideal = {p["m"]: p["ideal_speedup"] for p in mine if p["k"] * p["n"] == largest}
         axes.plot(
-            sorted(ideal), [ideal[m] for m in sorted(ideal)], color=INK, linewidth=1.8,
-            label="ideal: both on the roof (largest shape)", zorder=2,
-        )  # fmt: skip
+            sorted(ideal),
+            [ideal[m] for m in sorted(ideal)],
+            color=INK,
+            linewidth=1.8,
+            label="ideal: both on the roof (largest shape)",
+            zorder=2,
+        )
         axes.axhline(1, color=PALE, linewidth=1.2, label="as fast as cuBLAS", zorder=1)
         if variant == PEERS_OF:
             _peers(axes, _lines(result, variant, model), times)
@@ -200,9 +216,13 @@ def _legend(figure: "Figure", peers: bool = False) -> None:
     if peers:  # shapes first, which have markers: a model of four linears has a column
         names.sort(key=lambda label: found[label].get_marker() == "None")
     figure.legend(
-        [found[label] for label in names], names, loc="outside lower center", frameon=False,
-        fontsize=9.5, ncols=_columns(len(figure.axes), peers),
-    )  # fmt: skip
+        [found[label] for label in names],
+        names,
+        loc="outside lower center",
+        frameon=False,
+        fontsize=9.5,
+        ncols=_columns(len(figure.axes), peers),
+    )
 
 
 def _peers(axes: "Axes", lines: _Lines, times: list[Result]) -> None:
@@ -229,11 +249,17 @@ def _batches(axes: "Axes", result: Result, variant: Any) -> None:
             continue
         last, slanted = x, x * memory < compute
         axes.annotate(
-            f"m={point['m']}", (x, min(x * memory, compute) / 1e12), fontsize=8.5, color=INK,
-            xytext=(-5, 2) if slanted else (0, 4), textcoords="offset points", va="bottom",
-            ha="right" if slanted else "left", rotation=0 if slanted else 40,
+            f"m={point['m']}",
+            (x, min(x * memory, compute) / 1e12),
+            fontsize=8.5,
+            color=INK,
+            xytext=(-5, 2) if slanted else (0, 4),
+            textcoords="offset points",
+            va="bottom",
+            ha="right" if slanted else "left",
+            rotation=0 if slanted else 40,
             rotation_mode="anchor",
-        )  # fmt: skip
+        )
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -37,8 +37,11 @@ def figure(result: Result) -> "Figure":
         color=INK,
     )
     for axes, (key, title) in zip(made.subplots(1, 2), PANELS.items(), strict=True):
-        lines = {place: points for place, variant in enumerate(result["variants"])
-                 if (points := [p for p in variant["points"] if p.get(key)])}  # fmt: skip
+        lines = {
+            place: points
+            for place, variant in enumerate(result["variants"])
+            if (points := [p for p in variant["points"] if p.get(key)])
+        }
         axes.set_ylabel(title)
         axes.grid(True, color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
@@ -56,9 +59,15 @@ def _bars(axes: "Axes", key: str, lines: dict[int, Any], variants: list[Result])
         ratio = f"\n{value / lines[0][0][key]:.2f} x" if 0 in lines else ""
         axes.bar(place, value, color=COLOURS[place % len(COLOURS)], width=0.65)
         axes.annotate(
-            f"{value:.4g}{ratio}", (place, value), ha="center", va="bottom", color=INK,
-            fontsize=9, xytext=(0, 2), textcoords="offset points",
-        )  # fmt: skip
+            f"{value:.4g}{ratio}",
+            (place, value),
+            ha="center",
+            va="bottom",
+            color=INK,
+            fontsize=9,
+            xytext=(0, 2),
+            textcoords="offset points",
+        )
     names = [f"{variants[place]['variant']}\nbatch {lines[place][0]['batch']}" for place in lines]
     axes.set_xticks(list(lines), names)
     axes.margins(y=0.16)
@@ -77,15 +86,23 @@ def _lines(
         colour, name = COLOURS[place % len(COLOURS)], variants[place]["variant"]
         batches = [point["batch"] for point in points]
         axes.plot(
-            batches, [point[key] for point in points], color=colour, label=name, linewidth=1.8,
+            batches,
+            [point[key] for point in points],
+            color=colour,
+            label=name,
+            linewidth=1.8,
             marker=MARKERS[place % len(MARKERS)],
-        )  # fmt: skip
+        )
         if bandwidth and key == "decode_tokens_per_s":
             roof = [batch * bandwidth / variants[place]["read_bytes"] for batch in batches]
             axes.plot(
-                batches, roof, color=colour, linestyle=(0, (4, 2.5)), linewidth=1.0,
+                batches,
+                roof,
+                color=colour,
+                linestyle=(0, (4, 2.5)),
+                linewidth=1.0,
                 label=f"{name}, weights at {bandwidth / 1e12:.3g} TB/s",
-            )  # fmt: skip
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

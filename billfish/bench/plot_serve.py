@@ -46,12 +46,20 @@ def figure(result: Result) -> "Figure":
     for axes, (key, title) in zip(made.subplots(1, 2), PANELS.items(), strict=True):
         for colour, line in zip(itertools.cycle(COLOURS), lines, strict=False):
             server, part, label, style, marker = line
-            there = [(at, point[key][part]) for at, point in zip(places, server["points"],
-                     strict=False) if point[key]]  # fmt: skip
+            there = [
+                (at, point[key][part])
+                for at, point in zip(places, server["points"], strict=False)
+                if point[key]
+            ]
             axes.plot(
-                [at for at, _ in there], [value for _, value in there], label=label, color=colour,
-                linestyle=style, marker=marker, linewidth=1.8,
-            )  # fmt: skip
+                [at for at, _ in there],
+                [value for _, value in there],
+                label=label,
+                color=colour,
+                linestyle=style,
+                marker=marker,
+                linewidth=1.8,
+            )
         axes.set_xticks(places, list(map(str, rates)))
         axes.set_xlabel("requests a second")
         axes.set_ylabel(title)

@@ -111,17 +111,27 @@ async def _measure(load: Load, say: Say, keep: Callable[[Result], None]) -> Resu
         base_url=base, headers=headers, timeout=load.seconds, limits=limits
     ) as http:
         model = load.model or (await _json(http, "GET", "/v1/models"))["data"][0]["id"]
-        told = await _json(http, "POST", "/tokenize", {
-            "model": model, "prompt": SAMPLE, "add_special_tokens": False,
-        })  # fmt: skip
+        told = await _json(
+            http,
+            "POST",
+            "/tokenize",
+            {
+                "model": model,
+                "prompt": SAMPLE,
+                "add_special_tokens": False,
+            },
+        )
         words = sorted(set(told["tokens"]))
         settings = {name: value for name, value in asdict(load).items() if name != "key"}
         settings |= {"model": model, "rates": list(map(_rate, load.rates))}
         result: Result = {
-            "result_version": RESULT_VERSION, "bench": "serve",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), "settings": settings,
-            "points": [], "complete": False,
-        }  # fmt: skip
+            "result_version": RESULT_VERSION,
+            "bench": "serve",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": settings,
+            "points": [],
+            "complete": False,
+        }
         say("warming up")
         draw = random.Random(load.seed - 1)
         warm = await _one(http, model, draw.choices(words, k=load.input[0]), load.output[0])
@@ -141,9 +151,13 @@ async def _measure(load: Load, say: Say, keep: Callable[[Result], None]) -> Resu
 
 
 async def _all(
-    http: "httpx.AsyncClient", model: str, words: list[int], load: Load, rate: float,
+    http: "httpx.AsyncClient",
+    model: str,
+    words: list[int],
+    load: Load,
+    rate: float,
     draw: random.Random,
-) -> list[Seen]:  # fmt: skip
+) -> list[Seen]:
     tasks = []
     due = time.perf_counter()
     for _ in range(load.requests):
@@ -160,9 +174,14 @@ async def _one(http: "httpx.AsyncClient", model: str, prompt: list[int], count: 
     import httpx
 
     body = {
-        "model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True,
-        "ignore_eos": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
     seen, start = Seen(), time.perf_counter()
     try:
         async with http.stream("POST", "/v1/completions", json=body) as answer:

@@ -63,8 +63,9 @@ def text(table: Result) -> str:
     """JSON with a line for each layer."""
     parts = []
     for search in table["searches"]:
-        facts = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in search.items()
-                            if k != "layers")  # fmt: skip
+        facts = ",\n ".join(
+            f"{json.dumps(k)}: {json.dumps(v)}" for k, v in search.items() if k != "layers"
+        )
         layers = ",\n  ".join(map(json.dumps, search["layers"]))
         parts.append(f'{{{facts},\n "layers": [\n  {layers}]}}')
     return '{"searches": [' + ",\n".join(parts) + "]}\n"

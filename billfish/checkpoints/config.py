@@ -26,21 +26,51 @@ MAX_JSON = 100 * 2**20  # bytes; the largest tokenizer.json of today has 34 MB
 MAX_DEPTH = 64  # config.json has 8 levels at most, and transformers walks through it by recursion
 # What transformers reads of its own accord from the folder that it is given.
 READ = (
-    CONFIG, ADAPTER, GENERATION, "chat_template.jinja", "chat_template.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
-    "processor_config.json", "preprocessor_config.json",
-)  # fmt: skip
+    CONFIG,
+    ADAPTER,
+    GENERATION,
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 SIZES = {
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "n_embd", "n_layer",
-    "n_layers", "n_head", "n_heads", "n_positions", "num_layers", "num_heads", "d_model",
-}  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "n_embd",
+    "n_layer",
+    "n_layers",
+    "n_head",
+    "n_heads",
+    "n_positions",
+    "num_layers",
+    "num_heads",
+    "d_model",
+}
 MAX_SIZE = 2**31 - 1
 TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 ENDLESS = "time_step_limit"  # of Mamba 2: from 0 to infinity
-KERNELS = {"attn_implementation", "_attn_implementation", "experts_implementation",
-           "_experts_implementation"}  # fmt: skip
+KERNELS = {
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+}
 
 
 def regular(path: Path) -> int:
@@ -193,8 +223,13 @@ def _other_weights(key: str, value: Any) -> str | None:
 
 
 RULES: tuple[Callable[[str, Any], str | None], ...] = (
-    _finite, _size, _token, _dtype, _hub_kernel, _other_weights,
-)  # fmt: skip
+    _finite,
+    _size,
+    _token,
+    _dtype,
+    _hub_kernel,
+    _other_weights,
+)
 
 
 def _short(value: Any) -> str:

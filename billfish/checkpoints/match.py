@@ -82,9 +82,14 @@ def problems(
     try:
         with quiet():
             _, info = model_class.from_pretrained(
-                None, config=config, state_dict=state, dtype=torch.float32,
-                device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True,
-            )  # fmt: skip
+                None,
+                config=config,
+                state_dict=state,
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # a class may raise anything of numbers that make no sense
         raise UserError(
             f"{checkpoint.path / 'config.json'}: transformers cannot build "

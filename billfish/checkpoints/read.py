@@ -169,6 +169,14 @@ def resolve(model: str) -> Path:
 
 
 __all__ = [
-    "DTYPES", "INDEX", "SINGLE", "Checkpoint", "Entry", "read_config", "read_header", "read_json",
-    "resolve", "stored_dtype",
-]  # fmt: skip
+    "DTYPES",
+    "INDEX",
+    "SINGLE",
+    "Checkpoint",
+    "Entry",
+    "read_config",
+    "read_header",
+    "read_json",
+    "resolve",
+    "stored_dtype",
+]

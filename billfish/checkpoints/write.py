@@ -24,11 +24,23 @@ MANIFEST = "billfish_manifest.json"
 TEMPORARY = ".partial"
 # Everything a tokenizer or generation needs travels along; weights and pickles do not.
 COPIED = (
-    "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "preprocessor_config.json",
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
-)  # fmt: skip
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "preprocessor_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 
 
 def shard_name(number: int, count: int) -> str:
@@ -144,7 +156,16 @@ def refuse_existing(target: Path) -> None:
 
 
 __all__ = [
-    "MANIFEST", "TEMPORARY", "Checkpoint", "check_manifest", "copy_companions", "finish",
-    "first_nonfinite", "refuse_existing", "shard_name", "write_atomically", "write_json",
+    "MANIFEST",
+    "TEMPORARY",
+    "Checkpoint",
+    "check_manifest",
+    "copy_companions",
+    "finish",
+    "first_nonfinite",
+    "refuse_existing",
+    "shard_name",
+    "write_atomically",
+    "write_json",
     "write_shard",
-]  # fmt: skip
+]

@@ -116,9 +116,20 @@ def plan(
     from billfish.offline.plan import plan as make_plan
 
     request = _request(
-        model, output, scheme, method, _options(bits, group_size, sym, parameters), allow_skipped,
-        data, nsamples, seqlen, seed, device, dtype, stored_dtype,
-    )  # fmt: skip
+        model,
+        output,
+        scheme,
+        method,
+        _options(bits, group_size, sym, parameters),
+        allow_skipped,
+        data,
+        nsamples,
+        seqlen,
+        seed,
+        device,
+        dtype,
+        stored_dtype,
+    )
     _print(make_plan(request), json_, show.plan)
 
 
@@ -158,9 +169,21 @@ def quantize(
     from billfish.offline.driver import quantize as run
 
     request = _request(
-        model, output, scheme, method, _options(bits, group_size, sym, parameters), allow_skipped,
-        data, nsamples, seqlen, seed, device, dtype, stored_dtype, kv,
-    )  # fmt: skip
+        model,
+        output,
+        scheme,
+        method,
+        _options(bits, group_size, sym, parameters),
+        allow_skipped,
+        data,
+        nsamples,
+        seqlen,
+        seed,
+        device,
+        dtype,
+        stored_dtype,
+        kv,
+    )
     with show.progress(quiet=json_) as tell:
         result = run(request, resume, tell)
     if report is not None:
@@ -321,10 +344,21 @@ def _options(
 
 
 def _request(
-    model: str, output: Path | None, scheme: str, method: str, options: dict[str, Any],
-    allow_skipped: bool, data: str, nsamples: int, seqlen: int, seed: int, device: str,
-    dtype: Dtype, stored: Dtype, kv: str | None = None,
-) -> Any:  # fmt: skip
+    model: str,
+    output: Path | None,
+    scheme: str,
+    method: str,
+    options: dict[str, Any],
+    allow_skipped: bool,
+    data: str,
+    nsamples: int,
+    seqlen: int,
+    seed: int,
+    device: str,
+    dtype: Dtype,
+    stored: Dtype,
+    kv: str | None = None,
+) -> Any:
     import torch
 
     from billfish.checkpoints.read import resolve
@@ -332,11 +366,20 @@ def _request(
     from billfish.schemes.registry import from_options
 
     return QuantizeRequest(
-        model=resolve(model), output=output, scheme=from_options(scheme, options), method=method,
-        data=data, nsamples=nsamples, seqlen=seqlen, seed=seed, device=device, dtype=dtype.value,
+        model=resolve(model),
+        output=output,
+        scheme=from_options(scheme, options),
+        method=method,
+        data=data,
+        nsamples=nsamples,
+        seqlen=seqlen,
+        seed=seed,
+        device=device,
+        dtype=dtype.value,
         stored_dtype=None if stored == Dtype.auto else getattr(torch, stored.value),
-        kv=kv, allow_skipped=allow_skipped,
-    )  # fmt: skip
+        kv=kv,
+        allow_skipped=allow_skipped,
+    )
 
 
 def _print(result: Any, as_json: bool, render: Any) -> None:

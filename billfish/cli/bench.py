@@ -316,9 +316,15 @@ def _request(
     if not groups:
         raise UserError(f"group size {group_size!r}: give whole numbers, such as 128 or 64,128,-1.")
     return KernelRequest(
-        parse_shapes(shapes), parse_rows(m), scheme, groups, sym,
-        tuple(dict.fromkeys(words(dtype))), op, tuple(dict.fromkeys(words(modes))),
-    )  # fmt: skip
+        parse_shapes(shapes),
+        parse_rows(m),
+        scheme,
+        groups,
+        sym,
+        tuple(dict.fromkeys(words(dtype))),
+        op,
+        tuple(dict.fromkeys(words(modes))),
+    )
 
 
 def _measure(request: Any, quick: bool, target: Path | None, quiet: bool) -> dict[str, Any]:

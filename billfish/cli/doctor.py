@@ -133,9 +133,12 @@ def cpu() -> Finding:
     flags = set(flags_line[1].split()) if flags_line else set()
     name = model[1] if model else platform.processor() or platform.machine()
     known = {
-        "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16",
+        "avx2": "AVX2",
+        "avx512f": "AVX512",
+        "avx512_bf16": "AVX512-BF16",
+        "amx_bf16": "AMX-BF16",
         "amx_int8": "AMX-INT8",
-    }  # fmt: skip
+    }
     has = [label for flag, label in known.items() if flag in flags]
     used = torch.backends.cpu.get_cpu_capability()
     detail = f"{name}; has {', '.join(has) or 'no AVX2, AVX512 or AMX'}; PyTorch uses {used}"
@@ -182,8 +185,12 @@ def threads() -> Finding:
 def cpu_kernels() -> Finding:
     """Which instructions multiply codes; llvmlite compiles for them at a layer's first call."""
     if installed("llvmlite") is None:
-        return Finding("cpu kernels", "problem", "llvmlite, which compiles them, is not installed.",
-                       "pip install llvmlite")  # fmt: skip
+        return Finding(
+            "cpu kernels",
+            "problem",
+            "llvmlite, which compiles them, is not installed.",
+            "pip install llvmlite",
+        )
     try:
         found = processor.isa()
     except UserError as error:

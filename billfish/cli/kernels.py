@@ -49,12 +49,14 @@ def warmup(
 
 
 def show_result(result: dict[str, Any]) -> None:
-    show.lines([
-        ("kernels", f"{result['compiled']} compiled, {result['cached']} were cached"),
-        ("for", f"{result['arch']}, {result['dtype']}, {result['linears']} linears"),
-        ("time", f"{result['seconds']:.1f} s"),
-        ("cache", result["cache"]),
-    ])  # fmt: skip
+    show.lines(
+        [
+            ("kernels", f"{result['compiled']} compiled, {result['cached']} were cached"),
+            ("for", f"{result['arch']}, {result['dtype']}, {result['linears']} linears"),
+            ("time", f"{result['seconds']:.1f} s"),
+            ("cache", result["cache"]),
+        ]
+    )
     facts = ("name", "registers", "spill_bytes", "smem_bytes")
     rows = [[kernel[fact] for fact in facts] for kernel in result["kernels"]]
     show.table("", ["kernel", "registers", "spilled bytes", "static smem"], rows)

@@ -141,9 +141,15 @@ def bench_serve(
                 f"{name} is for own servers: drop it, or give a checkpoint or --config."
             )
     load = Load(
-        url or "http://127.0.0.1", parse_rates(rate), requests, parse_range("--input", input_),
-        parse_range("--output", output), model, api_key, seed,
-    )  # fmt: skip
+        url or "http://127.0.0.1",
+        parse_rates(rate),
+        requests,
+        parse_range("--input", input_),
+        parse_range("--output", output),
+        model,
+        api_key,
+        seed,
+    )
     if plot is not None:
         need_matplotlib()
     cli_bench.need_directory(save)
@@ -153,8 +159,17 @@ def bench_serve(
         if url is not None:
             result = measure(load, say, keep)
         else:
-            result = _own(load, config or target or "", config is not None, variants,
-                          max_num_seqs, device, dtype.value, say, keep)  # fmt: skip
+            result = _own(
+                load,
+                config or target or "",
+                config is not None,
+                variants,
+                max_num_seqs,
+                device,
+                dtype.value,
+                say,
+                keep,
+            )
     cli_bench.present(result, json_, show_bench.served, save)
     if plot is not None:
         plot_serve.draw(result, plot)
@@ -165,9 +180,16 @@ def bench_serve(
 
 
 def _own(
-    load: Any, model: str, random: bool, variants: str | None, sequences: int, device: str,
-    dtype: str, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:  # fmt: skip
+    load: Any,
+    model: str,
+    random: bool,
+    variants: str | None,
+    sequences: int,
+    device: str,
+    dtype: str,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     need_server()
     from billfish.bench import own_server
     from billfish.bench import variants as asked

@@ -63,10 +63,15 @@ def progress(quiet: bool = False) -> Iterator[Callable[[Any], None]]:
         yield lambda told: None
         return
     bar = Bar(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"),
-        TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=err,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("blocks"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=err,
         disable=not err.is_terminal,
-    )  # fmt: skip
+    )
     with bar:
         task = bar.add_task("calibrating", total=None, left="")
         errors: list[float] = []
@@ -111,13 +116,15 @@ def quantized(result: Result) -> None:
     before, after = result["bytes_before"], result["bytes_after"]
     weights = sum(layer["n"] * layer["k"] for layer in layers)
     bits = sum(layer["n"] * layer["k"] * layer["bits_per_weight"] for layer in layers) / weights
-    lines([
-        ("written", result["output"]),
-        ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
-        ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
-        ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
-        ("time", duration(result["seconds"])),
-    ])  # fmt: skip
+    lines(
+        [
+            ("written", result["output"]),
+            ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
+            ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
+            ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
+            ("time", duration(result["seconds"])),
+        ]
+    )
     _warn(result["warnings"])
     for layer in noted:
         out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
@@ -140,10 +147,12 @@ def generated(result: Result) -> None:
 
 
 def conversion(result: Result) -> None:
-    lines([
-        ("converted", f"{result['layers']} linears, {result['from']} -> {result['to']}"),
-        ("size", f"{size(result['bytes_read'])} -> {size(result['bytes_written'])}"),
-    ])  # fmt: skip
+    lines(
+        [
+            ("converted", f"{result['layers']} linears, {result['from']} -> {result['to']}"),
+            ("size", f"{size(result['bytes_read'])} -> {size(result['bytes_written'])}"),
+        ]
+    )
     for note in result["notes"]:
         out.print(f"[yellow]{escape(note)}[/]")
 
@@ -186,31 +195,38 @@ def plan(result: Result) -> None:
     rows = []
     for group in _alike(result["layers"]):
         layer, bits = group[0], group[0]["bits_per_weight"]
-        rows.append([
-            layer["module"].rpartition(".")[2],
-            len(group),
-            f"{layer['n']} x {layer['k']}",
-            "16 bits" if layer["skip"] else layer["scheme"],
-            "" if layer["skip"] else f"{bits:.3f}",
-            size(sum(each["bytes_before"] for each in group)),
-            size(sum(each["bytes_after"] for each in group)),
-            " ".join(map(str, layer["tp"])),
-        ])  # fmt: skip
+        rows.append(
+            [
+                layer["module"].rpartition(".")[2],
+                len(group),
+                f"{layer['n']} x {layer['k']}",
+                "16 bits" if layer["skip"] else layer["scheme"],
+                "" if layer["skip"] else f"{bits:.3f}",
+                size(sum(each["bytes_before"] for each in group)),
+                size(sum(each["bytes_after"] for each in group)),
+                " ".join(map(str, layer["tp"])),
+            ]
+        )
     columns = ["linear", "count", "n x k", "becomes", "bits", "before", "after", "shards at"]
     table(f"plan for {result['model']}", columns, rows)
     totals, guess, tp = result["totals"], result["estimates"], result["tp"]
     before, after = totals["bytes_before"], totals["bytes_after"]
-    lines([
-        ("scheme", f"{_scheme(result['scheme'])}, {result['method']}"),
-        ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
-        ("true bits", f"{totals['bits_per_weight']:.3f} per quantized weight, "
-                      f"{totals['model_bits_per_weight']:.3f} over the whole model"),
-        ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
-        ("tensor parallel", ", ".join(map(str, tp["possible"]))),
-        ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
-        ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),
-        ("time", f"about {duration(guess['seconds'])} on this machine as it is now (estimate)"),
-    ])  # fmt: skip
+    lines(
+        [
+            ("scheme", f"{_scheme(result['scheme'])}, {result['method']}"),
+            ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
+            (
+                "true bits",
+                f"{totals['bits_per_weight']:.3f} per quantized weight, "
+                f"{totals['model_bits_per_weight']:.3f} over the whole model",
+            ),
+            ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
+            ("tensor parallel", ", ".join(map(str, tp["possible"]))),
+            ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
+            ("disk", f"about {size(guess['disk_bytes'])} (estimate)"),
+            ("time", f"about {duration(guess['seconds'])} on this machine as it is now (estimate)"),
+        ]
+    )
     for reason, kinds in _reasons(result["layers"]).items():
         out.print(f"[dim]in 16 bits: {escape(', '.join(kinds))}: {escape(reason)}[/]")
     for count, reason in tp["impossible"].items():

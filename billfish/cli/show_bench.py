@@ -9,15 +9,23 @@ from billfish.cli.show import Result, lines, out, size, table
 
 def kernels(result: Result) -> None:
     card, peaks, ceilings = result["card"], result["peaks"], result["ceilings"]
-    lines([
-        ("card", f"{card['name']}, {card['arch']}, {card['sm_count']} SMs, driver "
-                 f"{card['driver'] or 'unknown'}"),
-        ("roof", f"{peaks['bytes_per_s'] / 1e12:.2f} TB/s, {peaks['flop_per_s'] / 1e12:.0f} "
-                 f"TFLOP/s ({peaks['source']})"),
-        ("reached", f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s ({ceilings['read_how']})"),
-        ("clocks", f"{_readings(result['before'])} -> {_readings(result['after'])}"),
-        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
-    ])  # fmt: skip
+    lines(
+        [
+            (
+                "card",
+                f"{card['name']}, {card['arch']}, {card['sm_count']} SMs, driver "
+                f"{card['driver'] or 'unknown'}",
+            ),
+            (
+                "roof",
+                f"{peaks['bytes_per_s'] / 1e12:.2f} TB/s, {peaks['flop_per_s'] / 1e12:.0f} "
+                f"TFLOP/s ({peaks['source']})",
+            ),
+            ("reached", f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s ({ceilings['read_how']})"),
+            ("clocks", f"{_readings(result['before'])} -> {_readings(result['after'])}"),
+            ("date", result["date"] + ("" if result["complete"] else ", not complete")),
+        ]
+    )
     tables: dict[str, list[Result]] = {}
     for point in result["points"]:
         tables.setdefault(_title(point), []).append(point)
@@ -55,15 +63,24 @@ def sustained(result: Result) -> None:
 def generated(result: Result) -> None:
     told, card = result["settings"], result["card"]
     memory, bandwidth = told["memory"], told["bandwidth"]
-    lines([
-        ("device", f"{card['name']}, {card['arch']}"),
-        ("model", told["model"] + (", random weights" if told["random"] else "")),
-        ("lengths", f"{told['input']} tokens in, {told['output']} out; {told['rounds']} rounds"),
-        ("memory", f"{size(memory)}, weights and cache" if memory else "not limited"),
-        ("roof", f"weights read at {bandwidth / 1e12:.2f} TB/s" if bandwidth else
-                 "unknown for this device; --bandwidth tells"),
-        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
-    ])  # fmt: skip
+    lines(
+        [
+            ("device", f"{card['name']}, {card['arch']}"),
+            ("model", told["model"] + (", random weights" if told["random"] else "")),
+            (
+                "lengths",
+                f"{told['input']} tokens in, {told['output']} out; {told['rounds']} rounds",
+            ),
+            ("memory", f"{size(memory)}, weights and cache" if memory else "not limited"),
+            (
+                "roof",
+                f"weights read at {bandwidth / 1e12:.2f} TB/s"
+                if bandwidth
+                else "unknown for this device; --bandwidth tells",
+            ),
+            ("date", result["date"] + ("" if result["complete"] else ", not complete")),
+        ]
+    )
     points = [(v, p) for v in result["variants"] for p in v["points"] if not p["error"]]
     columns = ["variant", "batch", "prefill ms", "ms a token", "tokens/s", "x first", "of roof"]
     table("\ndecode", columns, [_decoded(*each) for each in points])
@@ -79,11 +96,16 @@ def generated(result: Result) -> None:
 def served(result: Result) -> None:
     for server in result.get("servers", ()):
         alone = server["alone"]
-        lines([
-            ("\nvariant", f"{result['model']}, {server['variant']}, {server['card']['name']}"),
-            ("alone", f"{alone['http_tokens_per_s']:.1f} tokens/s over HTTP, the engine's own "
-             f"stream {alone['engine_tokens_per_s']:.1f}: {alone['ratio']:.3f}"),
-        ])  # fmt: skip
+        lines(
+            [
+                ("\nvariant", f"{result['model']}, {server['variant']}, {server['card']['name']}"),
+                (
+                    "alone",
+                    f"{alone['http_tokens_per_s']:.1f} tokens/s over HTTP, the engine's own "
+                    f"stream {alone['engine_tokens_per_s']:.1f}: {alone['ratio']:.3f}",
+                ),
+            ]
+        )
         _served(server)
     if "servers" not in result:
         _served(result)
@@ -92,24 +114,35 @@ def served(result: Result) -> None:
 def _served(result: Result) -> None:
     told = result["settings"]
     lengths = ["-".join(map(str, dict.fromkeys(told[name]))) for name in ("input", "output")]
-    lines([
-        ("server", told["url"]),
-        ("model", told["model"]),
-        ("lengths", f"{lengths[0]} tokens in, {lengths[1]} out; {told['requests']} requests"),
-        ("date", result["date"] + ("" if result["complete"] else ", not complete")),
-    ])  # fmt: skip
+    lines(
+        [
+            ("server", told["url"]),
+            ("model", told["model"]),
+            ("lengths", f"{lengths[0]} tokens in, {lengths[1]} out; {told['requests']} requests"),
+            ("date", result["date"] + ("" if result["complete"] else ", not complete")),
+        ]
+    )
     columns = ["rate", "done", "failed", "requests/s", "out tokens/s", "tokens/s"]
     rates = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-    table("\nthroughput", columns, [
-        [point["rate"], point["completed"], point["failed"], *(_fixed(point[r]) for r in rates)]
-        for point in result["points"]
-    ])  # fmt: skip
+    table(
+        "\nthroughput",
+        columns,
+        [
+            [point["rate"], point["completed"], point["failed"], *(_fixed(point[r]) for r in rates)]
+            for point in result["points"]
+        ],
+    )
     kinds = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
     parts = ("mean", "p50", "p90", "p99")
-    table("\ntimes, ms", ["rate", "", *parts], [
-        [point["rate"], name, *(_fixed(point[key] and point[key][part]) for part in parts)]
-        for point in result["points"] for key, name in kinds.items()
-    ])  # fmt: skip
+    table(
+        "\ntimes, ms",
+        ["rate", "", *parts],
+        [
+            [point["rate"], name, *(_fixed(point[key] and point[key][part]) for part in parts)]
+            for point in result["points"]
+            for key, name in kinds.items()
+        ],
+    )
     for point in result["points"]:
         for error, count in point["errors"].items():
             out.print(f"rate {point['rate']}, {count} failed: {error}", markup=False)

@@ -68,9 +68,11 @@ class Settings:
 
 
 def build(source: Source, told: Settings) -> Engine:
-    loaded = source if isinstance(source, Loaded) else Loaded(
-        *load(source, told.dtype, told.device, told.batch_invariant), given=True
-    )  # fmt: skip
+    loaded = (
+        source
+        if isinstance(source, Loaded)
+        else Loaded(*load(source, told.dtype, told.device, told.batch_invariant), given=True)
+    )
     model, tokenizer = loaded.model, loaded.tokenizer
     invariant = told.batch_invariant or any(
         isinstance(layer, QuantLinear) and layer.op is not None and layer.op.batch_invariant

@@ -122,11 +122,14 @@ class Engine:
             vocabulary = self.decoder.shape.vocabulary
             self.scheduler.add(sequence)
             self.runs[sequence.name] = _Run(
-                request, completion, params, sequence,
+                request,
+                completion,
+                params,
+                sequence,
                 Chooser(params, prompt, vocabulary, self.eos, completion.index),
                 Detokenizer(self.tokenizer, prompt, params.skip_special_tokens),
                 StopFinder(params.stop, params.include_stop_str_in_output),
-            )  # fmt: skip
+            )
 
     def cancel(self, name: str) -> None:
         """Of a request. Its pages are free at once; unknown names are nothing to do."""
@@ -183,8 +186,11 @@ class Engine:
         hidden = self.runner.hidden(pieces)
         starts = list(itertools.accumulate((piece.count for piece in pieces[:-1]), initial=0))
         self._score(hidden, starts, pieces)
-        last = [start + piece.count - 1 for start, piece in zip(starts, pieces, strict=True)
-                if piece.samples]  # fmt: skip
+        last = [
+            start + piece.count - 1
+            for start, piece in zip(starts, pieces, strict=True)
+            if piece.samples
+        ]
         return Decoded(self.decoder.logits(hidden[last]))
 
     def _going(self, pieces: Many[Piece]) -> list[tuple[_Run, int]]:
@@ -219,9 +225,12 @@ class Engine:
             or self.pages.free() < len(alive)  # else one may be preempted
         ):
             return False
-        going = [(run, row) for run, row, _ in alive
-                 if len(run.sequence.output) + 1 < run.params.max_tokens
-                 and len(run.sequence) + 1 < run.sequence.most]  # fmt: skip
+        going = [
+            (run, row)
+            for run, row, _ in alive
+            if len(run.sequence.output) + 1 < run.params.max_tokens
+            and len(run.sequence) + 1 < run.sequence.most
+        ]
         for run, row in going:
             run.sequence.output.append(-1 - row)
         return bool(going)
@@ -243,9 +252,13 @@ class Engine:
                 run.chooser.note(tokens[row])
                 self._take(run, Chosen(tokens[row]))
             else:
-                self._take(run, ArithmeticError(
-                    f"token {at + 1} of this sequence: a logit is NaN or infinite. The model "
-                    "overflowed; load it with a wider dtype."))  # fmt: skip
+                self._take(
+                    run,
+                    ArithmeticError(
+                        f"token {at + 1} of this sequence: a logit is NaN or infinite. The model "
+                        "overflowed; load it with a wider dtype."
+                    ),
+                )
         return [run for run, _, _ in flying.rows if run.completion.finish_reason is not None]
 
     @torch.inference_mode()

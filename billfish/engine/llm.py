@@ -52,11 +52,17 @@ class LLM:
     ) -> None:
         device = str(device_of(device))
         settings = Settings(
-            kv=kv, dtype=dtype, device=device, max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
-            gpu_memory=gpu_memory, pages=pages, prefix_caching=prefix_caching,
+            kv=kv,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            gpu_memory=gpu_memory,
+            pages=pages,
+            prefix_caching=prefix_caching,
             batch_invariant=batch_invariant,
-        )  # fmt: skip
+        )
         self.engine = apart(device, partial(build, path, settings))
         self.tokenizer = self.engine.tokenizer
         self.vocabulary = self.engine.decoder.shape.vocabulary
@@ -85,8 +91,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """In the order of the prompts; a prompt is a text or token ids."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        wanted = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else (
-            list(params))  # fmt: skip
+        wanted = (
+            [params or SamplingParams()] * len(many)
+            if not isinstance(params, Sequence)
+            else (list(params))
+        )
         if len(wanted) != len(many):
             raise UserError(f"{len(many)} prompts and {len(wanted)} params: give one for each.")
         wanted = [self._compiled(one) for one in wanted]
@@ -102,8 +111,9 @@ class LLM:
         for request in requests:
             if request.outputs[0].error:
                 raise RuntimeError(request.outputs[0].error)
-        return [[one.logprob or 0.0 for one in request.prompt_logprobs or []]
-                for request in requests]  # fmt: skip
+        return [
+            [one.logprob or 0.0 for one in request.prompt_logprobs or []] for request in requests
+        ]
 
     def _wait_for(
         self, requests: Sequence[RequestOutput], params: Sequence[SamplingParams]
@@ -128,9 +138,11 @@ class LLM:
             raise
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None,
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
         tools: Sequence[Message] | None = None,
-    ) -> RequestOutput:  # fmt: skip
+    ) -> RequestOutput:
         return self.generate(self.templated(messages, tools), params)[0]
 
     def templated(
@@ -195,8 +207,11 @@ class LLM:
         ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("a prompt is empty; give at least one token.")
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int)
-                 or not 0 <= i < self.vocabulary]  # fmt: skip
+        wrong = [
+            i
+            for i in ids
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocabulary
+        ]
         if wrong:
             raise UserError(
                 f"token id {wrong[0]!r} in a prompt: ids are 0 to {self.vocabulary - 1}."

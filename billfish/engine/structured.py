@@ -51,9 +51,10 @@ class StructuredOutputsParams:
         if kind == "json" and not isinstance(value, str | dict | bool):
             raise UserError("structured_outputs: json is a schema, an object or its text.")
         if kind == "choice" and not (
-            isinstance(value, list | tuple) and 0 < len(value) <= MOST_CHOICES
+            isinstance(value, list | tuple)
+            and 0 < len(value) <= MOST_CHOICES
             and all(isinstance(one, str) and one for one in value)
-        ):  # fmt: skip
+        ):
             raise UserError(f"structured_outputs: choice is a list of 1 to {MOST_CHOICES} texts.")
         if kind in ("regex", "grammar") and not isinstance(value, str):
             raise UserError(f"structured_outputs: {kind} is a text.")
@@ -188,9 +189,13 @@ class Matchers:
         """In the other process, which lives until a grammar ends it."""
         if self._trial is None and not self._closed:
             self._trial = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, encoding="ascii",
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                encoding="ascii",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             _tell(self._trial, self._tokens())
         if (process := self._trial) is None:
             raise UserError("this LLM is closed; make another.")

@@ -53,9 +53,13 @@ class StoredLinear(nn.Module):
     """Stands in for a linear while the checkpoint is read: its tensors, under the file's names."""
 
     def __init__(
-        self, dialect: Dialect, scheme: Scheme, linear: nn.Linear, bias: bool,
+        self,
+        dialect: Dialect,
+        scheme: Scheme,
+        linear: nn.Linear,
+        bias: bool,
         dtypes: Mapping[str, torch.dtype],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`dtypes` are those of the file, so that the model's own type changes no weight."""
         super().__init__()
         self.dialect, self.scheme = dialect, scheme

@@ -142,11 +142,16 @@ class Writer:
         while value.lanes > 1:
             half = value.lanes // 2
             parts = [
-                Value(self, self.builder.shuffle_vector(
-                    value.raw, value.raw, ir.Constant(vector(I32, half), list(range(at, at + half)))
-                ))
+                Value(
+                    self,
+                    self.builder.shuffle_vector(
+                        value.raw,
+                        value.raw,
+                        ir.Constant(vector(I32, half), list(range(at, at + half))),
+                    ),
+                )
                 for at in (0, half)
-            ]  # fmt: skip
+            ]
             value = parts[0] + parts[1]
         return Value(self, self.builder.extract_element(value.raw, ir.Constant(I32, 0)))
 

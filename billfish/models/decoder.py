@@ -161,8 +161,9 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             attention, mlp = layer.self_attn, layer.mlp
             for products, module, names in (
-                (self._qkv, attention, _QKV), (self._gate_up, mlp, _GATE_UP)
-            ):  # fmt: skip
+                (self._qkv, attention, _QKV),
+                (self._gate_up, mlp, _GATE_UP),
+            ):
                 parts = [getattr(module, name) for name in names if hasattr(module, name)]
                 products[index] = prepack(products[index], *parts)
             attention.o_proj, mlp.down_proj = prepack(attention.o_proj), prepack(mlp.down_proj)

@@ -115,9 +115,13 @@ def _pieces(
         try:
             torch.manual_seed(sampling.seed)
             model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
-                max_new_tokens=sampling.max_tokens, logits_processor=[refuse_nan], **choice,
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=streamer,
+                max_new_tokens=sampling.max_tokens,
+                logits_processor=[refuse_nan],
+                **choice,
+            )
         except BaseException as error:  # handed to the thread that reads the pieces
             failed.append(error)
             streamer.end()  # type: ignore[no-untyped-call]

@@ -63,9 +63,13 @@ def load_model(path: Path | str, dtype: torch.dtype) -> Any:
     checkpoint = check(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-            local_files_only=True, output_loading_info=True,
-        )  # fmt: skip
+            path,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     except UserError as error:
         where = str(error)
         raise UserError(where if str(path) in where else f"{path}: {where}") from None

@@ -36,9 +36,13 @@ class Renderer:
             # -P: modules beside the program must not stand in for others of their name.
             command = [sys.executable, "-P", str(PROGRAM), str(SECONDS), str(CHARACTERS)]
             self._process = subprocess.Popen(
-                [*command, str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, encoding="ascii", start_new_session=True,
-            )  # fmt: skip
+                [*command, str(MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+                start_new_session=True,
+            )
 
     def render(
         self,
@@ -53,10 +57,18 @@ class Renderer:
             template = tokenizer.get_chat_template(None, tools)
         except ValueError as error:  # several templates, none of which is the default
             raise UserError(f"this model's chat template: {error}") from None
-        told = self._ask(json.dumps({
-            **tokenizer.special_tokens_map, "conversations": [list(messages)], "tools": tools,
-            "chat_template": template, "add_generation_prompt": True,
-        }, default=str))  # fmt: skip
+        told = self._ask(
+            json.dumps(
+                {
+                    **tokenizer.special_tokens_map,
+                    "conversations": [list(messages)],
+                    "tools": tools,
+                    "chat_template": template,
+                    "add_generation_prompt": True,
+                },
+                default=str,
+            )
+        )
         if "error" in told:
             raise UserError(f"this model's chat template failed: {told['error']}.")
         return str(told["text"])

@@ -110,10 +110,14 @@ def estimate_memory(
     kept = activations if method.follows_original else 0
     phases = (embeddings + once, block + solver + statistics + kept, once + activations)
     return {
-        "process": PROCESS, "activations": activations, "block": block, "solver": solver,
-        "statistics": statistics, "embeddings": embeddings,
+        "process": PROCESS,
+        "activations": activations,
+        "block": block,
+        "solver": solver,
+        "statistics": statistics,
+        "embeddings": embeddings,
         "peak": PROCESS + activations + max(phases),
-    }  # fmt: skip
+    }
 
 
 def estimate_time(

@@ -179,10 +179,16 @@ class Job:
             tensors = solved.tensors()
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
             bits = bits_per_weight(self.scheme, linear.n, linear.k, self.stored_dtype)
-            layers.append({
-                "name": prefix + path, "n": linear.n, "k": linear.k,
-                "bits_per_weight": round(bits, 4), "error": solved.error, "note": solved.note,
-            })  # fmt: skip
+            layers.append(
+                {
+                    "name": prefix + path,
+                    "n": linear.n,
+                    "k": linear.k,
+                    "bits_per_weight": round(bits, 4),
+                    "error": solved.error,
+                    "note": solved.note,
+                }
+            )
             progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
             on_progress(progress)
 
@@ -273,9 +279,14 @@ class Job:
             "method": request.method,
             "seed": request.seed,
             "dtype": config["dtype"],
-            "calibration": None if data is None else {
-                "source": Path(data.source).name, "sha256": data.sha256,
-                "nsamples": len(data.sequences), "seqlen": request.seqlen, "tokens": data.tokens,
+            "calibration": None
+            if data is None
+            else {
+                "source": Path(data.source).name,
+                "sha256": data.sha256,
+                "nsamples": len(data.sequences),
+                "seqlen": request.seqlen,
+                "tokens": data.tokens,
             },
             "layers": layers,
             "skipped": self.task.skipped,
@@ -284,7 +295,7 @@ class Job:
             "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
             "versions": versions(),
             "fingerprint": self.task.fingerprint(),
-        }  # fmt: skip
+        }
         if request.kv is not None:  # the finished model reads the text, as the engine runs it
             report["kv"] = calibrate_kv(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype

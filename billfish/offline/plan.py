@@ -46,8 +46,12 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "stored_dtype": name_of(task.stored_dtype),
         "dtype": name_of(task.dtype),
         "device": str(task.device),
-        "calibration": None if data is None else {
-            "source": data.source, "sequences": len(data.sequences), "tokens": tokens,
+        "calibration": None
+        if data is None
+        else {
+            "source": data.source,
+            "sequences": len(data.sequences),
+            "tokens": tokens,
         },
         "layers": rows,
         "totals": {
@@ -64,7 +68,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "tp": model_degrees(task, linears),
         "estimates": estimates,
         "warnings": warnings(task, estimates),
-    }  # fmt: skip
+    }
 
 
 # -- layers
@@ -128,11 +132,13 @@ def result_bytes(task: Task) -> dict[str, int]:
         if skip is None
     }
     return {
-        name: packed[name] if name in packed
-        else prod(entry.shape) * task.stored_dtype.itemsize if entry.dtype.is_floating_point
+        name: packed[name]
+        if name in packed
+        else prod(entry.shape) * task.stored_dtype.itemsize
+        if entry.dtype.is_floating_point
         else entry.nbytes
         for name, entry in task.source.entries.items()
-    }  # fmt: skip
+    }
 
 
 # -- tensor parallelism

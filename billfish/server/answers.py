@@ -51,19 +51,26 @@ class Chat:
         if part.text or part.first or not stream:
             message["content"] = part.text or ("" if not part.calls else None)
         if part.calls:
-            message["tool_calls"] = part.calls if stream else [
-                {name: value for name, value in call.items() if name != "index"}
-                for call in part.calls
-            ]  # fmt: skip
+            message["tool_calls"] = (
+                part.calls
+                if stream
+                else [
+                    {name: value for name, value in call.items() if name != "index"}
+                    for call in part.calls
+                ]
+            )
         return {
             "index": index,
             "delta" if stream else "message": message,
-            "logprobs": None if part.chosen is None else {
-                "content": [self._token(one, words) for one in part.chosen], "refusal": None,
+            "logprobs": None
+            if part.chosen is None
+            else {
+                "content": [self._token(one, words) for one in part.chosen],
+                "refusal": None,
             },
             "finish_reason": part.finish,
             "stop_reason": part.stop,
-        }  # fmt: skip
+        }
 
     def _token(self, one: Chosen, words: Words) -> Json:
         tops = [self._named(token, value, words) for token, value in one.top]
@@ -99,8 +106,12 @@ class Text:
         tops: list[Json | None] = [self._tops(one, words) for one in part.chosen]
         if part.scored:
             values[0] = tops[0] = None
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops,
-                "text_offset": offsets}  # fmt: skip
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _tops(self, one: Chosen, words: Words) -> Json:
         """By text; of several tokens that read alike the best. The chosen one is always there."""
@@ -174,10 +185,21 @@ class Answer:
                 chosen = [Chosen(ids[0]), *(output.prompt_logprobs or []), *chosen]
             if not (text or chosen or finish or first or calls):
                 continue
-            parts.append((index, Part(
-                text, chosen if self.logprobs else None, offset, finish,
-                one.stop_reason, calls, first, scored,
-            )))  # fmt: skip
+            parts.append(
+                (
+                    index,
+                    Part(
+                        text,
+                        chosen if self.logprobs else None,
+                        offset,
+                        finish,
+                        one.stop_reason,
+                        calls,
+                        first,
+                        scored,
+                    ),
+                )
+            )
             offset += sum(len(self.words.text(each.token)) for each in chosen)
             self._shown[index] = (len(whole), len(one.logprobs), offset)
             if finish:

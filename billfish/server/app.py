@@ -27,8 +27,11 @@ from billfish.server.words import Words
 from billfish.version import __version__
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"),
-         "/page.css": ("page.css", "text/css")}  # fmt: skip
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -71,9 +74,13 @@ class Service:
         stream = asking.flag(body, "stream")
         job = self.desk.enter([ids], params)
         answer = Answer(
-            job, Chat(), self.words, self._head(Chat.prefix), tops is not None,
+            job,
+            Chat(),
+            self.words,
+            self._head(Chat.prefix),
+            tops is not None,
             tools=self.toolbox.format if called else None,
-        )  # fmt: skip
+        )
         return await self._send(request, answer, stream, usage)
 
     async def complete(self, request: Request) -> Response:
@@ -94,9 +101,13 @@ class Service:
         texts = [one if isinstance(one, str) else self.words.decode(one) for one in given]
         job = self.desk.enter(prompts, params)
         answer = Answer(
-            job, Text(), self.words, self._head(Text.prefix), tops is not None,
+            job,
+            Text(),
+            self.words,
+            self._head(Text.prefix),
+            tops is not None,
             texts if echo else None,
-        )  # fmt: skip
+        )
         return await self._send(request, answer, stream, usage)
 
     async def tokenize(self, request: Request) -> Response:
@@ -111,9 +122,9 @@ class Service:
             ids = await self.words.prompt(prompt, special) if prompt else []
         told = {"count": len(ids), "max_model_len": self.words.most, "tokens": ids}
         strings = asking.flag(body, "return_token_strs")
-        return JSONResponse({
-            **told, "token_strs": [self.words.text(token) for token in ids] if strings else None
-        })  # fmt: skip
+        return JSONResponse(
+            {**told, "token_strs": [self.words.text(token) for token in ids] if strings else None}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -128,9 +139,11 @@ class Service:
 
     async def embed(self) -> Response:
         raise Problem(
-            404, f"{self.model!r} writes texts; embeddings are what an encoder makes, and this "
-            "server has none.", code="model_not_found",
-        )  # fmt: skip
+            404,
+            f"{self.model!r} writes texts; embeddings are what an encoder makes, and this "
+            "server has none.",
+            code="model_not_found",
+        )
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -165,9 +178,11 @@ class Service:
             return known
         if self._waiting >= MOST_GRAMMARS:
             raise Problem(
-                503, f"{self._waiting} grammars wait to be compiled; try again in a moment.",
-                code="queue_full", headers={"Retry-After": "1"},
-            )  # fmt: skip
+                503,
+                f"{self._waiting} grammars wait to be compiled; try again in a moment.",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
         self._waiting += 1
         try:
             async with self._compiling:
@@ -190,13 +205,20 @@ class Service:
             if not isinstance(name, str):
                 raise wrong("model", name, "a text")
             raise Problem(
-                404, f"model {name!r}: this server has {self.model!r} alone.", "model",
+                404,
+                f"model {name!r}: this server has {self.model!r} alone.",
+                "model",
                 "model_not_found",
-            )  # fmt: skip
+            )
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": self.created,
-                "owned_by": "billfish", "max_model_len": self.words.most}  # fmt: skip
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "billfish",
+            "max_model_len": self.words.most,
+        }
 
     def _head(self, prefix: str) -> dict[str, Any]:
         return {
@@ -260,12 +282,14 @@ def make(service: Service, key: str | None, host: str, most: int) -> Guard:
     app.add_api_route("/tokenize", service.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", service.detokenize, methods=["POST"])
     pages: dict[str, Any] = {
-        "/v1/models": service.models, "/v1/models/{name:path}": service.one_model,
-        **{f"/{name}": getattr(service, name)
-           for name in ("health", "metrics", "stats", "version", "tokenizer_info")},
-        **{path: _static((PAGE / file).read_bytes(), kind)
-           for path, (file, kind) in FILES.items()},
-    }  # fmt: skip
+        "/v1/models": service.models,
+        "/v1/models/{name:path}": service.one_model,
+        **{
+            f"/{name}": getattr(service, name)
+            for name in ("health", "metrics", "stats", "version", "tokenizer_info")
+        },
+        **{path: _static((PAGE / file).read_bytes(), kind) for path, (file, kind) in FILES.items()},
+    }
     for path, answer in pages.items():
         app.add_api_route(path, answer, methods=["GET", "HEAD"])
 

@@ -21,36 +21,94 @@ Body = dict[str, Any]
 Prompt = str | list[int]
 
 SAMPLING = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens",
-)  # fmt: skip
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 # Not done, with the values that ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],), "function_call": ("none", "auto"), "structural_tag": (),
-    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "best_of": (1,),
-    "suffix": ("",), "modalities": (["text"],), "audio": (),
-    "prediction": (), "web_search_options": (), "reasoning_effort": (), "use_beam_search": (False,),
-    "length_penalty": (1, 1.0), "prompt_logprobs": (), "chat_template": (), "documents": ([],),
-    "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "priority": (0,),
-    "continue_final_message": (False,), "bad_words": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "structural_tag": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "best_of": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "chat_template": (),
+    "documents": ([],),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "priority": (0,),
+    "continue_final_message": (False,),
+    "bad_words": ([],),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (), "allowed_token_ids": (), "logits_processors": (),
-    "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "prompt_embeds": (),
-}  # fmt: skip
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "prompt_embeds": (),
+}
 READ = {
-    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stream",
-    "stream_options", "echo", "logprobs", "top_logprobs", "logit_bias", "add_special_tokens",
-    "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
-    *GUIDED, *SAMPLING,
-}  # fmt: skip
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "add_special_tokens",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "structured_outputs",
+    *GUIDED,
+    *SAMPLING,
+}
 NO_MATTER = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "request_id", "verbosity", "cache_salt",
-}  # fmt: skip
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-         "tool": "tool"}  # fmt: skip
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "request_id",
+    "verbosity",
+    "cache_salt",
+}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _told: set[str] = set()
 
 
@@ -61,9 +119,11 @@ def check_fields(body: Body) -> None:
         if name in REFUSED:
             if value not in REFUSED[name]:
                 raise Problem(
-                    400, f"{name} {short(value)}: not supported by this server. Leave it out.",
-                    name, "unsupported_parameter",
-                )  # fmt: skip
+                    400,
+                    f"{name} {short(value)}: not supported by this server. Leave it out.",
+                    name,
+                    "unsupported_parameter",
+                )
         elif name not in _told and len(_told) < 100:
             _told.add(name)
             log.warning(
@@ -138,8 +198,11 @@ def structured(body: Body) -> StructuredOutputsParams | None:
         elif form.get("type") == "json_schema" and "schema" in schema:
             asked["response_format"] = {"json": schema["schema"]}
         else:
-            raise wrong("response_format", form, "of type text, json_object, or json_schema with "
-                        "json_schema: {name, schema}")  # fmt: skip
+            raise wrong(
+                "response_format",
+                form,
+                "of type text, json_object, or json_schema with json_schema: {name, schema}",
+            )
     if body.get("structured_outputs") is not None:
         asked["structured_outputs"] = body["structured_outputs"]
     for name, kind in GUIDED.items():
@@ -186,8 +249,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": ROLES[role]}
     made["content"] = check_text(f"{where}.content", content)
     if calls:
-        made["tool_calls"] = [_called(one, f"{where}.tool_calls[{i}]")
-                              for i, one in enumerate(calls)]  # fmt: skip
+        made["tool_calls"] = [
+            _called(one, f"{where}.tool_calls[{i}]") for i, one in enumerate(calls)
+        ]
     if role == "tool":
         made["tool_call_id"] = check_text(f"{where}.tool_call_id", given.get("tool_call_id"))
         if given.get("name") is not None:

@@ -39,15 +39,20 @@ class Desk:
             raise Problem(503, "the engine has stopped; see the log.", code="engine_dead")
         if texts > self.most:
             raise Problem(
-                400, f"{texts} texts in one request (prompts times n): at most {self.most}. Send "
-                "several requests.", "n",
-            )  # fmt: skip
+                400,
+                f"{texts} texts in one request (prompts times n): at most {self.most}. Send "
+                "several requests.",
+                "n",
+            )
         if self.live + texts > self.most:
             self.metrics.counts["admission_rejections_total"] += 1
             raise Problem(
-                503, f"the queue is full: {self.live} texts are in, and {self.most} may be. Try "
-                "again in a moment.", code="queue_full", headers={"Retry-After": "1"},
-            )  # fmt: skip
+                503,
+                f"the queue is full: {self.live} texts are in, and {self.most} may be. Try "
+                "again in a moment.",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
 
     def enter(self, prompts: list[list[int]], params: SamplingParams) -> "Job":
         self.check(len(prompts) * params.n)
@@ -69,11 +74,13 @@ class Desk:
 
     def prometheus(self) -> str:
         told = self.stats()
-        return self.metrics.text({
-            "num_requests_running": (told["running"], "Texts that are being written."),
-            "num_requests_waiting": (told["waiting"], "Texts that wait for it."),
-            "kv_cache_usage_perc": (told["kv_used"], "Pages of the cache in use; 1 is all."),
-        })  # fmt: skip
+        return self.metrics.text(
+            {
+                "num_requests_running": (told["running"], "Texts that are being written."),
+                "num_requests_waiting": (told["waiting"], "Texts that wait for it."),
+                "kv_cache_usage_perc": (told["kv_used"], "Pages of the cache in use; 1 is all."),
+            }
+        )
 
 
 class Job:

@@ -49,9 +49,11 @@ class Guard:
             self._check(scope, Headers(scope=scope))
             if counts and self.live >= self.most:
                 raise Problem(
-                    503, f"{self.most} requests are under way; try again in a moment.",
-                    code="too_many_requests", headers={"Retry-After": "1"},
-                )  # fmt: skip
+                    503,
+                    f"{self.most} requests are under way; try again in a moment.",
+                    code="too_many_requests",
+                    headers={"Retry-After": "1"},
+                )
         except Problem as problem:
             await problem.response()(scope, exchange.receive, exchange.send)
             return
@@ -77,9 +79,11 @@ class Guard:
         same = hmac.compare_digest(given.strip().encode(), self.key.encode())
         if not same or scheme.lower() != "bearer":
             raise Problem(
-                401, "a wrong API key, or none: send Authorization: Bearer KEY.",
-                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+                401,
+                "a wrong API key, or none: send Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
 
 class Exchange:

@@ -9,8 +9,27 @@ from time import monotonic
 from billfish.engine.core import RequestOutput
 
 PREFIX = "vllm"
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
-         2.5, 5.0, 7.5, 10.0)  # fmt: skip
+SHORT = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+)
 LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 COUNTERS = {
     "prompt_tokens_total": "Tokens of prompts that were admitted.",

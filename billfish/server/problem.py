@@ -10,8 +10,12 @@ from typing import Any
 from fastapi import Response
 
 LONGEST = 600  # characters of a message; what a client sent may be in it
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-         429: "rate_limit_error"}  # fmt: skip
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 short = reprlib.repr  # of what a client sent
 
 

@@ -134,8 +134,9 @@ class Toolbox:
         if parser != "auto":
             self.known = FORMATS[parser]
         self.format = self.known or FORMATS["hermes"]
-        special = {str(one): token for token, one in tokenizer.added_tokens_decoder.items()
-                   if one.special}  # fmt: skip
+        special = {
+            str(one): token for token, one in tokenizer.added_tokens_decoder.items() if one.special
+        }
         self._special = special
         markers = ("<|python_tag|>",) if self.format.name == "llama3_json" else (self.format.opens,)
         self.shows_special = any(marker in special for marker in markers)
@@ -143,10 +144,11 @@ class Toolbox:
     def check(self, tools: Tools) -> None:
         if tools.choice == "auto" and self.known is None:
             raise Problem(
-                400, "tool_choice auto: how this model writes calls is not known here. Start the "
+                400,
+                "tool_choice auto: how this model writes calls is not known here. Start the "
                 f"server with --tool-call-parser ({', '.join(FORMATS)}), or require a call.",
                 "tool_choice",
-            )  # fmt: skip
+            )
 
     def prompt(self, messages: list[Json], tools: Tools | None) -> tuple[list[Json], Any]:
         """Messages and tools as the template takes them."""
@@ -185,11 +187,15 @@ class Toolbox:
         elif content is not None:
             if content.kind != "json" or not opens:
                 raise Problem(
-                    400, "response_format together with tools: this model's answers cannot be told "
-                    "from calls. Set tool_choice to none or required.", "response_format",
-                )  # fmt: skip
-            lines += [f"start: {opens} {before} call {more} {end} | content",
-                      f"content: %json {content.text}"]  # fmt: skip
+                    400,
+                    "response_format together with tools: this model's answers cannot be told "
+                    "from calls. Set tool_choice to none or required.",
+                    "response_format",
+                )
+            lines += [
+                f"start: {opens} {before} call {more} {end} | content",
+                f"content: %json {content.text}",
+            ]
         elif not opens:
             lines += ["start: call | TEXT", r"TEXT: /([^{](.|\n)*)?/"]
         else:
@@ -205,8 +211,9 @@ class Toolbox:
         parts = re.split(MARKERS, text)
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part)
-            for part in parts if part
-        )  # fmt: skip
+            for part in parts
+            if part
+        )
 
 
 def _template(tokenizer: Any) -> str:
@@ -219,10 +226,13 @@ def _template(tokenizer: Any) -> str:
 def _plain(message: Json) -> Json:
     """For a template that knows no tools."""
     if message["role"] == "tool":
-        return {"role": "user",
-                "content": f"<tool_response>\n{message['content']}\n</tool_response>"}  # fmt: skip
-    calls = [json.dumps(call["function"], ensure_ascii=False)
-             for call in message.get("tool_calls", [])]  # fmt: skip
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+        }
+    calls = [
+        json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])
+    ]
     texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     content = "\n".join(filter(None, [message["content"], *texts]))
     return {"role": message["role"], "content": content}

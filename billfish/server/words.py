@@ -42,9 +42,10 @@ class Words:
         self._check_characters(sum(len(message["content"]) for message in messages))
         if not self.tokenizer.chat_template:
             raise Problem(
-                400, "this model has no chat template; use /v1/completions with a prompt.",
+                400,
+                "this model has no chat template; use /v1/completions with a prompt.",
                 "messages",
-            )  # fmt: skip
+            )
         try:
             async with self._rendering:  # a slow template must not take all threads
                 text = await asyncio.to_thread(
@@ -79,10 +80,12 @@ class Words:
 
     def _refuse(self, told: str) -> None:
         raise Problem(
-            400, f"this model's maximum context length is {self.most} tokens, and the request has "
+            400,
+            f"this model's maximum context length is {self.most} tokens, and the request has "
             f"{told}. Shorten the prompt, or lower max_tokens.",
-            "prompt", "context_length_exceeded",
-        )  # fmt: skip
+            "prompt",
+            "context_length_exceeded",
+        )
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(

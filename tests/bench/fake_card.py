@@ -17,15 +17,27 @@ class FakeCard:
         self.name, self.fails, self.asked = name, fails, []
 
     def facts(self):
-        return {"name": self.name, "arch": "sm_90a", "sm_count": 132, "driver": None,
-                "memory_bytes": 1, "l2_bytes": 1, "cuda": None, "nvrtc": None}  # fmt: skip
+        return {
+            "name": self.name,
+            "arch": "sm_90a",
+            "sm_count": 132,
+            "driver": None,
+            "memory_bytes": 1,
+            "l2_bytes": 1,
+            "cuda": None,
+            "nvrtc": None,
+        }
 
     def readings(self):
         return {"sm_mhz": 1980.0, "watts": None, "celsius": 40.0}
 
     def ceilings(self):
-        return {"read_bytes_per_s": 4.0e12, "read_how": "told by the test",
-                "flop_per_s": 600e12, "flop_how": "told by the test"}  # fmt: skip
+        return {
+            "read_bytes_per_s": 4.0e12,
+            "read_how": "told by the test",
+            "flop_per_s": 600e12,
+            "flop_how": "told by the test",
+        }
 
     def time(self, calls, launches, mode):
         median = self._us(calls, launches, mode)
@@ -35,8 +47,10 @@ class FakeCard:
         """Slower by a tenth and by 10 MHz a second; the first second has no reading."""
         us = self._us(calls, launches, "pdl")
         self.asked[-1]["seconds"] = seconds
-        told = [self.readings() | {"sm_mhz": 1980.0 - 10 * i, "watts": 600.0 + i, "other": 1.0}
-                for i in range(seconds)]  # fmt: skip
+        told = [
+            self.readings() | {"sm_mhz": 1980.0 - 10 * i, "watts": 600.0 + i, "other": 1.0}
+            for i in range(seconds)
+        ]
         return [(us * (1 + i / 10), told[i] if i else None) for i in range(seconds)]
 
     def _us(self, calls, launches, mode):
@@ -49,6 +63,14 @@ class FakeCard:
         shapes = [
             (call.args[0].shape[1], out.shape[1]) for call, out in zip(calls, outputs, strict=True)
         ]
-        self.asked.append({"dense": dense, "mode": mode, "launches": launches, "shapes": shapes,
-                           "m": x.shape[0], "outputs": outputs})  # fmt: skip
+        self.asked.append(
+            {
+                "dense": dense,
+                "mode": mode,
+                "launches": launches,
+                "shapes": shapes,
+                "m": x.shape[0],
+                "outputs": outputs,
+            }
+        )
         return 40.0 if dense else self.us[mode]

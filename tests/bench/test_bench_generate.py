@@ -27,11 +27,24 @@ CPU = torch.device("cpu")
 SCHEME = W4A16(group_size=32)
 SHORT = ("--input", "6", "--output", "5", "--rounds", "2", "--group-size", "32")
 FIGURES = {
-    "batch", "error", "rounds", "peak_bytes", "seconds", "tokens_per_s", "prefill_seconds",
-    "step_seconds", "decode_tokens_per_s", "steps", "decode_steps", "kv_read_bytes",
-    "floor_seconds", "roofline", "roofline_with_kv", "decode_tokens_per_s_ratio",
+    "batch",
+    "error",
+    "rounds",
+    "peak_bytes",
+    "seconds",
+    "tokens_per_s",
+    "prefill_seconds",
+    "step_seconds",
+    "decode_tokens_per_s",
+    "steps",
+    "decode_steps",
+    "kv_read_bytes",
+    "floor_seconds",
+    "roofline",
+    "roofline_with_kv",
+    "decode_tokens_per_s_ratio",
     "tokens_per_s_ratio",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +119,16 @@ def test_frequencies_are_those_of_a_model_built_in_memory(config):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama2-7b", 6.74), ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("mistral-7b", 7.25),
-     ("qwen2.5-7b", 7.62), ("qwen3-8b", 8.19), ("smollm2-135m", 0.1345)],
-)  # fmt: skip
+    [
+        ("llama2-7b", 6.74),
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.55),
+        ("mistral-7b", 7.25),
+        ("qwen2.5-7b", 7.62),
+        ("qwen3-8b", 8.19),
+        ("smollm2-135m", 0.1345),
+    ],
+)
 def test_named_models_have_the_size_they_are_known_for(name, billions):
     model = random_model.skeleton(random_model.config_of(name), torch.float16)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
@@ -179,8 +199,10 @@ def test_auto_takes_as_many_sequences_as_memory_holds(config):
     (variant,) = Run(asked, CPU).measure()["variants"]
     assert variant["largest_batch"] == 3
     assert [(p["batch"], bool(p["error"])) for p in variant["points"]] == [
-        (2, False), (3, False), (7, True),
-    ]  # fmt: skip
+        (2, False),
+        (3, False),
+        (7, True),
+    ]
     assert "7 sequences: 3 fit" in variant["points"][2]["error"]
     asked = request(config, batches=(None,), max_batched_tokens=5)
     (variant,) = Run(asked, CPU).measure()["variants"]
@@ -236,9 +258,22 @@ def test_a_step_that_fails_ends_its_point_alone(config, monkeypatch):
 def test_a_run_is_shown_written_and_drawn(config, tmp_path):
     written, picture = tmp_path / "g.json", tmp_path / "g.png"
     done = invoke(
-        "--config", config, *SHORT, "--batch", "1,2,900", "--variants", "bf16+kv16,w4a16+kv4",
-        "--memory", "3MB", "--bandwidth", "0.01", "--save", written, "--plot", picture,
-    )  # fmt: skip
+        "--config",
+        config,
+        *SHORT,
+        "--batch",
+        "1,2,900",
+        "--variants",
+        "bf16+kv16,w4a16+kv4",
+        "--memory",
+        "3MB",
+        "--bandwidth",
+        "0.01",
+        "--save",
+        written,
+        "--plot",
+        picture,
+    )
     assert done.exit_code == 0, done.output
     for told in ("random weights", "6 tokens in, 5 out", "w4a16+kv4", "900 sequences", "x first"):
         assert told in done.output
@@ -326,8 +361,9 @@ def test_a_config_of_something_else_is_refused(tmp_path):
 
 def test_words_are_read_as_written():
     assert [str(v) for v in parse_variants(" fp16+kv16, w4a16+kv4,fp16+kv16")] == [
-        "fp16+kv16", "w4a16+kv4",
-    ]  # fmt: skip
+        "fp16+kv16",
+        "w4a16+kv4",
+    ]
     assert parse_batches("16,auto,1,16") == (16, None, 1)
     assert parse_bytes("80GB") == 80_000_000_000 and parse_bytes("1.5 GiB") == 3 * 2**29
     assert variants.usual(False, CPU) == "stored+kv16"

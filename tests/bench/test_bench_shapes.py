@@ -12,17 +12,29 @@ def sizes(name):
 
 def test_the_sets_are_the_models_as_served():
     assert sizes("llama3-8b") == [
-        ("qkv", 4096, 6144), ("o", 4096, 4096), ("gate_up", 4096, 28672), ("down", 14336, 4096),
-    ]  # fmt: skip
+        ("qkv", 4096, 6144),
+        ("o", 4096, 4096),
+        ("gate_up", 4096, 28672),
+        ("down", 14336, 4096),
+    ]
     assert [size[1:] for size in sizes("llama3-70b")] == [
-        (8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192),
-    ]  # fmt: skip
+        (8192, 10240),
+        (8192, 8192),
+        (8192, 57344),
+        (28672, 8192),
+    ]
     assert [size[1:] for size in sizes("qwen2.5-7b")] == [
-        (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584),
-    ]  # fmt: skip
+        (3584, 4608),
+        (3584, 3584),
+        (3584, 37888),
+        (18944, 3584),
+    ]
     assert [size[1:] for size in sizes("smollm2-135m")] == [
-        (576, 960), (576, 576), (576, 3072), (1536, 576),
-    ]  # fmt: skip
+        (576, 960),
+        (576, 576),
+        (576, 3072),
+        (1536, 576),
+    ]
     assert sizes("llama2-7b")[0] == ("qkv", 4096, 12288)
     assert sizes("mistral-7b") == sizes("llama3-8b")
     assert sizes("qwen3-8b")[2:] == [("gate_up", 4096, 24576), ("down", 12288, 4096)]

@@ -102,9 +102,18 @@ def test_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch, tmp
 def test_a_run_is_shown_written_and_drawn(card, tmp_path):
     written, pictures = tmp_path / "r.json", tmp_path / "pictures"
     done = invoke(
-        "--shapes", SHAPES, "--m", "1,4", "--op", "reference", "--quick", "--save", written,
-        "--plot", pictures,
-    )  # fmt: skip
+        "--shapes",
+        SHAPES,
+        "--m",
+        "1,4",
+        "--op",
+        "reference",
+        "--quick",
+        "--save",
+        written,
+        "--plot",
+        pictures,
+    )
     assert done.exit_code == 0, done.output
     kept = json.loads(written.read_text())
     assert kept["complete"] and len(kept["points"]) == 4 and not list(tmp_path.glob("*.tmp"))

@@ -57,13 +57,18 @@ def test_the_result_has_every_shape_and_m_with_cublas_right_after():
     result, card, kept = run()
     assert json.loads(json.dumps(result)) == result and result["complete"]
     assert [(p["k"], p["n"], p["m"]) for p in result["points"]] == [
-        (128, 64, 1), (128, 64, 4), (256, 64, 1), (256, 64, 4),
-    ]  # fmt: skip
+        (128, 64, 1),
+        (128, 64, 4),
+        (256, 64, 1),
+        (256, 64, 4),
+    ]
     asked = [(a["shapes"][0], a["m"], a["dense"], a["seconds"]) for a in card.asked]
     assert asked[:4] == [
-        ((128, 64), 1, False, 20), ((128, 64), 1, True, 5),
-        ((128, 64), 4, False, 20), ((128, 64), 4, True, 5),
-    ]  # fmt: skip
+        ((128, 64), 1, False, 20),
+        ((128, 64), 1, True, 5),
+        ((128, 64), 4, False, 20),
+        ((128, 64), 4, True, 5),
+    ]
     assert len(asked) == 8 and len(kept) == 5
     assert [len(json.loads(each)["points"]) for each in kept] == [1, 2, 3, 4, 4]
     assert not json.loads(kept[3])["complete"]
@@ -82,8 +87,12 @@ def test_a_point_by_hand():
     assert point["kept"] == pytest.approx(10.5 / 28.5)
     assert [sample["second"] for sample in point["samples"]] == list(range(1, 21))
     assert point["samples"][19] == {
-        "second": 20, "us": pytest.approx(29.0), "sm_mhz": 1790.0, "watts": 619.0, "celsius": 40.0,
-    }  # fmt: skip
+        "second": 20,
+        "us": pytest.approx(29.0),
+        "sm_mhz": 1790.0,
+        "watts": 619.0,
+        "celsius": 40.0,
+    }
     assert (cublas["first"], cublas["last"]) == (40.0, pytest.approx(56.0))
     assert cublas["kept"] == pytest.approx(40 / 56) and len(cublas["samples"]) == 5
     ours, dense = card.asked[2:4]
@@ -100,8 +109,11 @@ def test_cublas_has_two_seconds_at_least():
 def test_out_of_memory_is_told_and_others_go_on():
     result, _, _ = run(FakeCard(fails=lambda k, n: k == 128))
     assert [point["error"] for point in result["points"]] == [
-        "out of memory at m = 1", "out of memory at m = 4", None, None,
-    ]  # fmt: skip
+        "out of memory at m = 1",
+        "out of memory at m = 4",
+        None,
+        None,
+    ]
     assert "samples" not in result["points"][0] and result["points"][0]["cublas"] is None
 
 

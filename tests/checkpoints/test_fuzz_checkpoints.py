@@ -175,8 +175,10 @@ def case(number, sources, room):
     known = [what for what in damage.DAMAGES if packed or what not in damage.PACKED]
     broken, found, refused = [], [], {}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        if any(not stat.S_ISREG(path.lstat().st_mode) or path.lstat().st_size > 2**30
-               for path in folder.iterdir()):  # fmt: skip
+        if any(
+            not stat.S_ISREG(path.lstat().st_mode) or path.lstat().st_size > 2**30
+            for path in folder.iterdir()
+        ):
             break  # a FIFO, or a sparse file, which the next damage would read
         with suppress(Exception):  # where there is nothing of what it would break
             what = rng.choice(known if rng.random() < 0.5 else sorted(damage.CHANCE))

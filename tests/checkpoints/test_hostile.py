@@ -54,22 +54,35 @@ QUANTIZED = """
 """.split()  # noqa: SIM905
 # What the error names, where that is not what the damage returns.
 NAMED = {
-    "index_entry_outside": "../x", "index_entry_number": "model.safetensors.index",
-    "index_entry_pickle": "pytorch_model.bin", "key_num_hidden_layers_more": "model.layers.2.",
-    "key_num_hidden_layers_less": "model.layers.1.", "key_vocab_size_less": "embed_tokens",
-    "key_num_attention_heads_three": "attention heads", "key_rope_parameters_nan": "rope_theta",
-    "key_model_type_other": "GPT2", "irregular_dangling_weights": "safetensors",
-    "generation_eos": "eos_token_id", "tokenizer_config_list": "tokenizer",
+    "index_entry_outside": "../x",
+    "index_entry_number": "model.safetensors.index",
+    "index_entry_pickle": "pytorch_model.bin",
+    "key_num_hidden_layers_more": "model.layers.2.",
+    "key_num_hidden_layers_less": "model.layers.1.",
+    "key_vocab_size_less": "embed_tokens",
+    "key_num_attention_heads_three": "attention heads",
+    "key_rope_parameters_nan": "rope_theta",
+    "key_model_type_other": "GPT2",
+    "irregular_dangling_weights": "safetensors",
+    "generation_eos": "eos_token_id",
+    "tokenizer_config_list": "tokenizer",
     "tokenizer_id_huge": "4294967295",
-    "quantization_deleted": "weight", "quant_method_unknown": "nonsense",
-    "quant_method_gptq": "pack-quantized", "quant_method_list": "quant_method",
-    "weights_num_bits_zero": "bits", "weights_num_bits_negative": "bits",
-    "weights_num_bits_fraction": "num_bits", "weights_num_bits_text": "num_bits",
-    "weights_group_size_zero": "group_size", "weights_group_size_negative": "group_size",
-    "weights_group_size_other": "16", "groups_ignore_all": "not quantized",
-    "groups_ignore_regex": "regular expression", "packed_part_huge": "up_proj",
+    "quantization_deleted": "weight",
+    "quant_method_unknown": "nonsense",
+    "quant_method_gptq": "pack-quantized",
+    "quant_method_list": "quant_method",
+    "weights_num_bits_zero": "bits",
+    "weights_num_bits_negative": "bits",
+    "weights_num_bits_fraction": "num_bits",
+    "weights_num_bits_text": "num_bits",
+    "weights_group_size_zero": "group_size",
+    "weights_group_size_negative": "group_size",
+    "weights_group_size_other": "16",
+    "groups_ignore_all": "not quantized",
+    "groups_ignore_regex": "regular expression",
+    "packed_part_huge": "up_proj",
     "packed_part_minus": "up_proj",
-}  # fmt: skip
+}
 CASES = [("dense", name) for name in DENSE] + [("packed", name) for name in QUANTIZED]
 
 
@@ -104,17 +117,28 @@ def test_nothing_broken_is_loaded_or_called_whole(whole, tmp_path, base, name):
 
 
 COMMANDS = {
-    "inspect": (), "verify": (), "plan": (), "quantize": ("--output", "OUT", "--method", "rtn"),
-    "convert": ("OUT", "--to", "gptq"), "generate": ("--prompt", "a"), "eval": ("--limit", "1"),
+    "inspect": (),
+    "verify": (),
+    "plan": (),
+    "quantize": ("--output", "OUT", "--method", "rtn"),
+    "convert": ("OUT", "--to", "gptq"),
+    "generate": ("--prompt", "a"),
+    "eval": ("--limit", "1"),
     "serve": ("--port", "0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     "name",
-    ["overlapping_offsets", "index_list", "config_deep", "pickles_alone", "irregular_fifo_config",
-     "key_num_hidden_layers_huge"],
-)  # fmt: skip
+    [
+        "overlapping_offsets",
+        "index_list",
+        "config_deep",
+        "pickles_alone",
+        "irregular_fifo_config",
+        "key_num_hidden_layers_huge",
+    ],
+)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_one_sentence(whole, tmp_path, monkeypatch, capsys, command, name):
     folder, words = damaged(whole, tmp_path, "dense", name)
@@ -163,12 +187,19 @@ def test_transformers_with_our_quantizer_refuses_too(whole, tmp_path, name):
 # -- what must keep loading
 
 ARCHITECTURES = {
-    "Llama": GROUPED, "Mistral": GROUPED, "Qwen2": GROUPED, "Qwen3": {**GROUPED, "head_dim": 16},
-    "Phi3": GROUPED, "GPT2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
-    "Gemma": {**GROUPED, "head_dim": 16}, "Gemma3Text": {**GROUPED, "head_dim": 16},
-    "OPT": {**SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64}, "GPTNeoX": SMALL,
-    "Bloom": {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "Mixtral": GROUPED,
-}  # fmt: skip
+    "Llama": GROUPED,
+    "Mistral": GROUPED,
+    "Qwen2": GROUPED,
+    "Qwen3": {**GROUPED, "head_dim": 16},
+    "Phi3": GROUPED,
+    "GPT2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "Gemma": {**GROUPED, "head_dim": 16},
+    "Gemma3Text": {**GROUPED, "head_dim": 16},
+    "OPT": {**SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64},
+    "GPTNeoX": SMALL,
+    "Bloom": {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "Mixtral": GROUPED,
+}
 
 
 def tiny(name):

@@ -17,9 +17,15 @@ from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
 
 FOREIGN = (
-    "compressed-tensors asym", "compressed-tensors 3 bit", "gptq", "gptq v2", "gptq desc_act",
-    "awq", "marlin", "marlin channel",
-)  # fmt: skip
+    "compressed-tensors asym",
+    "compressed-tensors 3 bit",
+    "gptq",
+    "gptq v2",
+    "gptq desc_act",
+    "awq",
+    "marlin",
+    "marlin channel",
+)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -93,10 +99,14 @@ def test_ours_against_the_files(made, model):
     assert sum(row["bytes"] for row in rows.values()) == found["bytes"]["total"]
     k_proj = [name for name in tensors if ".k_proj." in name]
     assert rows["k_proj"] == {
-        "kind": "k_proj", "shape": [32, 64], "count": 2, "scheme": scheme, "dtype": None,
+        "kind": "k_proj",
+        "shape": [32, 64],
+        "count": 2,
+        "scheme": scheme,
+        "dtype": None,
         "bytes": sum(tensors[name].nbytes for name in k_proj),
         "bits_per_weight": sum(tensors[name].nbytes for name in k_proj) * 8 / (2 * 32 * 64),
-    }  # fmt: skip
+    }
     assert rows["lm_head"]["scheme"] is None and rows["lm_head"]["bits_per_weight"] == 16
     json.dumps(found)
 

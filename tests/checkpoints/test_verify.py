@@ -64,10 +64,14 @@ def test_whole_checkpoints_are_ok(dense, made):
     tensors = all_tensors(made)
     hashed = json.loads((made / MANIFEST).read_text())["sha256"]
     assert result["checked"] == {
-        "files": 3, "hashes": len(hashed), "tensors": len(tensors),
+        "files": 3,
+        "hashes": len(hashed),
+        "tensors": len(tensors),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "packed_linears": 14, "dense_tensors": len(tensors) - 14 * 4, "parameters": count,
-    }  # fmt: skip
+        "packed_linears": 14,
+        "dense_tensors": len(tensors) - 14 * 4,
+        "parameters": count,
+    }
 
 
 def test_flipped_byte(ours):
@@ -192,8 +196,9 @@ def test_missing_layer_is_missed_by_the_model_class(ours):
     edit_json(ours / INDEX, lambda index: drop(index["weight_map"]))
     problems = verify(ours)["problems"]
     assert {problem["tensor"] for problem in problems} == {
-        f"{gone}.weight", "model.layers.0.input_layernorm.weight"
-    }  # fmt: skip
+        f"{gone}.weight",
+        "model.layers.0.input_layernorm.weight",
+    }
 
 
 def test_config_of_another_model(ours):
@@ -201,8 +206,10 @@ def test_config_of_another_model(ours):
     (ours / MANIFEST).unlink()
     problems = verify(ours)["problems"]
     assert {problem["tensor"].split(".")[4] for problem in problems} == {
-        "gate_proj", "up_proj", "down_proj"
-    }  # fmt: skip
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
 
 
 def test_config_that_no_model_has(ours):

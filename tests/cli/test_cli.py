@@ -18,9 +18,11 @@ COMMANDS = ("plan", "quantize", "inspect", "verify", "convert", "eval", "generat
 def billfish(*args, code=0):
     done = subprocess.run(
         [sys.executable, "-m", "billfish", *map(str, args)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
-    )  # fmt: skip
+    )
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
@@ -32,9 +34,20 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     source = write_checkpoint(folder / "source")
     done = billfish(
-        "quantize", source, "--output", folder / "w4", "--group-size", 32, "--nsamples", 4,
-        "--seqlen", 64, "--report", folder / "report.html", "--json",
-    )  # fmt: skip
+        "quantize",
+        source,
+        "--output",
+        folder / "w4",
+        "--group-size",
+        32,
+        "--nsamples",
+        4,
+        "--seqlen",
+        64,
+        "--report",
+        folder / "report.html",
+        "--json",
+    )
     assert json.loads(done.stdout)["scheme"]["group_size"] == 32
     assert "<svg" in (folder / "report.html").read_text()
     return folder
@@ -110,9 +123,18 @@ def test_generate_streams_repeats_and_reports_speed(models):
 def test_eval_writes_report_and_json(models, tmp_path):
     report = tmp_path / "r.html"
     done = billfish(
-        "eval", models / "w4", "--baseline", models / "source", "--limit", 2, "--seqlen", 64,
-        "--report", report, "--json",
-    )  # fmt: skip
+        "eval",
+        models / "w4",
+        "--baseline",
+        models / "source",
+        "--limit",
+        2,
+        "--seqlen",
+        64,
+        "--report",
+        report,
+        "--json",
+    )
     task = json.loads(done.stdout)["tasks"][0]
     assert task["kl"]["value"] > 0 and 0.5 < task["recovery"]["value"] < 1.5
     assert report.exists() and report.with_suffix(".json").exists()

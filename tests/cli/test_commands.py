@@ -48,8 +48,10 @@ def test_a_compiler_is_found_by_name_or_comes_as_a_package(tmp_path, monkeypatch
 def test_make_brings_a_compiler_where_there_is_none(pytestconfig):
     ran = subprocess.run(
         [sys.executable, ROOT / "tests" / "cpp_compiler.py"],
-        env={**os.environ, "CXX": "", "PATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "CXX": "", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
     found = importlib.util.find_spec("ziglang") is not None
     assert (ran.returncode == 0) == found and "ziglang" in ran.stdout
     assert "cpp_compiler.py || $(PIP) -c constraints.txt ziglang" in (ROOT / "Makefile").read_text()

@@ -66,9 +66,16 @@ def test_everything_is_wrong_and_has_a_fix(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.9.9", "problem"), ("2.10.0", "note"), ("2.11.0", "ok"), ("2.13.1+cpu", "ok"),
-     ("2.14.0a0", "note"), ("3.0", "note"), (None, "problem")],
-)  # fmt: skip
+    [
+        ("2.9.9", "problem"),
+        ("2.10.0", "note"),
+        ("2.11.0", "ok"),
+        ("2.13.1+cpu", "ok"),
+        ("2.14.0a0", "note"),
+        ("3.0", "note"),
+        (None, "problem"),
+    ],
+)
 def test_versions(version, status, monkeypatch):
     monkeypatch.setattr(doctor, "installed", lambda name: version)
     assert doctor.package(Package("torch", (2, 10), ((2, 11), (2, 13)))).status == status

@@ -57,8 +57,9 @@ def test_compiles_once(packed, asked):
     assert asked == [(SCHEME, torch.float16, "sm_90a")]  # fourteen linears and more, one scheme
     assert (result["compiled"], result["cached"]) == (2, 0) and result["linears"] >= 14
     assert [kernel["name"] for kernel in result["kernels"]] == [
-        "billfish::probe<2>", "billfish::probe<3>"
-    ]  # fmt: skip
+        "billfish::probe<2>",
+        "billfish::probe<3>",
+    ]
     assert all(kernel["registers"] > 0 and not kernel["cached"] for kernel in result["kernels"])
     assert said[-1] == "compiling kernels 2/2 for sm_90a"
     cache._memory.clear()
@@ -69,9 +70,13 @@ def test_compiles_once(packed, asked):
 
 @pytest.mark.parametrize(
     ("said", "dtype", "expected"),
-    [("bfloat16", "auto", torch.bfloat16), ("float32", "auto", torch.float16),
-     (None, "auto", torch.float16), ("float16", "bfloat16", torch.bfloat16)],
-)  # fmt: skip
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float16),
+        (None, "auto", torch.float16),
+        ("float16", "bfloat16", torch.bfloat16),
+    ],
+)
 def test_dtype(packed, asked, tmp_path, said, dtype, expected):
     copy = tmp_path / "copy"
     copy.mkdir()

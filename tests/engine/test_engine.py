@@ -56,9 +56,9 @@ def test_on_a_cpu_it_is_made_by_a_thread_that_ends(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
-                     "Qwen3ForCausalLM"]
-)  # fmt: skip
+    "architecture",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+)
 def test_greedy_tokens_are_those_of_transformers(architecture, tmp_path):
     path = write_checkpoint(tmp_path / "model", architecture)
     model, tokenizer = load(path)
@@ -67,9 +67,13 @@ def test_greedy_tokens_are_those_of_transformers(architecture, tmp_path):
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24,
-            min_new_tokens=24, eos_token_id=None,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            eos_token_id=None,
+        )
         assert output.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
         assert output.outputs[0].finish_reason == "length"
 
@@ -120,8 +124,9 @@ def test_a_seeded_text_does_not_depend_on_the_others(llm):
     alone = texts(llm, ["hello"], params)
     mixed = llm.generate(["some", "hello", "texts"], [others, params, others])
     assert mixed[1].outputs[0].text == alone[0]
-    several = llm.generate("hello", SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=3,
-                                                   ignore_eos=True))[0]  # fmt: skip
+    several = llm.generate(
+        "hello", SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=3, ignore_eos=True)
+    )[0]
     assert several.outputs[0].text == alone[0]
     assert len({output.text for output in several.outputs}) == 3
 
@@ -129,18 +134,21 @@ def test_a_seeded_text_does_not_depend_on_the_others(llm):
 def test_stops_and_limits(llm, alone):
     text = alone[0]
     stop = text[5:8]
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=(stop,),
-                                                        ignore_eos=True))  # fmt: skip
+    (output,) = llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=(stop,), ignore_eos=True)
+    )
     one = output.outputs[0]
     assert one.text == text[: text.index(stop)]
     assert (one.finish_reason, one.stop_reason) == ("stop", stop)
     token = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids[3]
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, stop_token_ids=(token,),
-                                                        ignore_eos=True))  # fmt: skip
+    (output,) = llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0, stop_token_ids=(token,), ignore_eos=True)
+    )
     assert output.outputs[0].stop_reason == token and output.outputs[0].finish_reason == "stop"
     assert len(output.outputs[0].token_ids) <= 4
-    (output,) = llm.generate("q" * 120, SamplingParams(temperature=0, max_tokens=99,
-                                                       ignore_eos=True))  # fmt: skip
+    (output,) = llm.generate(
+        "q" * 120, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+    )
     assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].finish_reason == "length"
 
 

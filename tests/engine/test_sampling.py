@@ -381,10 +381,23 @@ def test_too_many_stops_and_unknown_tokens():
     barred.check_for(51, {0})
 
 
-HOTTEST = {"temperature": 100, "repetition_penalty": 100, "presence_penalty": 2, "seed": 5,
-           "frequency_penalty": 2, "logit_bias": {3: 100, 4: -100}}  # fmt: skip
-COLDEST = {"temperature": 2e-5, "repetition_penalty": 0.01, "presence_penalty": -2, "top_p": 5e-324,
-           "min_p": 5e-324, "seed": 5, "frequency_penalty": -2}  # fmt: skip
+HOTTEST = {
+    "temperature": 100,
+    "repetition_penalty": 100,
+    "presence_penalty": 2,
+    "seed": 5,
+    "frequency_penalty": 2,
+    "logit_bias": {3: 100, 4: -100},
+}
+COLDEST = {
+    "temperature": 2e-5,
+    "repetition_penalty": 0.01,
+    "presence_penalty": -2,
+    "top_p": 5e-324,
+    "min_p": 5e-324,
+    "seed": 5,
+    "frequency_penalty": -2,
+}
 
 
 @pytest.mark.parametrize("asked", [HOTTEST, COLDEST], ids=["hottest", "coldest"])
@@ -401,8 +414,12 @@ def test_the_ends_of_every_range_stay_finite(asked):
 @pytest.mark.parametrize("place", ["_edit", "_draw", "tell"])
 def test_a_row_that_fails_fails_alone(place, monkeypatch):
     """Whatever step of sampling it is: its neighbours get what they would have had without it."""
-    asked = [{"temperature": 0.0}, {"seed": 1}, {"seed": 3, "presence_penalty": 1.0, "logprobs": 0},
-             {"seed": 2, "logprobs": 3, "logit_bias": {7: 3}}]  # fmt: skip
+    asked = [
+        {"temperature": 0.0},
+        {"seed": 1},
+        {"seed": 3, "presence_penalty": 1.0, "logprobs": 0},
+        {"seed": 2, "logprobs": 3, "logit_bias": {7: 3}},
+    ]
     logits = torch.tensor([ROW] * 4)
     wanted = [choose(logits[:1], [chooser(**one)])[0] for one in asked[:3]]
     logits[3, -1] = 5.5

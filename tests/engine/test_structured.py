@@ -99,8 +99,9 @@ def test_ends_lengths_and_stops(llm):
     (output,) = llm.generate("a", wants("regex", "abcdef", **bound, stop="d"))
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("abc", "d")
     eos = llm.tokenizer.eos_token_id
-    (output,) = llm.generate("a", SamplingParams(logit_bias={eos: 100}, structured_outputs={
-        "regex": "[a-f]{5,}"}))  # fmt: skip
+    (output,) = llm.generate(
+        "a", SamplingParams(logit_bias={eos: 100}, structured_outputs={"regex": "[a-f]{5,}"})
+    )
     assert len(output.outputs[0].text) == 5  # it may end there, and not before
 
 
@@ -111,9 +112,12 @@ def test_a_stop_string_may_be_shown(llm):
     end = text.index(stop) + len(stop)
     for given, token in (({"stop": stop}, None), ({"stop_token_ids": (5,)}, 5)):
         bias = {"logit_bias": {5: 100}} if token else {}
-        (one,) = llm.generate("a", SamplingParams(
-            temperature=0, max_tokens=20, include_stop_str_in_output=True, **given, **bias
-        ))[0].outputs  # fmt: skip
+        (one,) = llm.generate(
+            "a",
+            SamplingParams(
+                temperature=0, max_tokens=20, include_stop_str_in_output=True, **given, **bias
+            ),
+        )[0].outputs
         assert one.text == (llm.tokenizer.decode([5]) if token else text[:end])
         assert (one.finish_reason, one.stop_reason) == ("stop", token or stop)
 
@@ -157,9 +161,11 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm):
 HOSTILE = {
     "time": {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in range(25)]},
     "memory": {"type": "array", "items": {"type": "string"}, "minItems": 10**9},
-    "stack": {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)},
-              "$ref": "#/$defs/d0"},
-}  # fmt: skip
+    "stack": {
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)},
+        "$ref": "#/$defs/d0",
+    },
+}
 
 
 def test_hostile_grammars_end_a_process_that_has_nothing_to_lose(llm, monkeypatch):

@@ -51,15 +51,22 @@ def byte_fallback():
     """As Llama 2: characters it does not know are bytes, each a token of its own."""
     known = ["<unk>", "<eos>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdehilnorstw"]
     model = models.BPE(
-        vocab={name: i for i, name in enumerate(known)}, merges=[], byte_fallback=True,
-        unk_token="<unk>", fuse_unk=True,
-    )  # fmt: skip
+        vocab={name: i for i, name in enumerate(known)},
+        merges=[],
+        byte_fallback=True,
+        unk_token="<unk>",
+        fuse_unk=True,
+    )
     core = Tokenizer(model)
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return wrapped(core, eos_token="<eos>", unk_token="<unk>")
 
 

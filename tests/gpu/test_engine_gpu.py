@@ -27,17 +27,29 @@ pytestmark = pytest.mark.gpu
 FP16, BF16 = torch.float16, torch.bfloat16
 DEVICES = ("cuda", "cpu")
 DEVICE = torch.device("cuda")
-SIZES = {"vocab_size": 104, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
-         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048,
-         "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.06}  # fmt: skip
+SIZES = {
+    "vocab_size": 104,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "initializer_range": 0.06,
+}
 MODELS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
     "llama-128": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"head_dim": 128}),
-    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig,
-                {"sliding_window": 40}),
+    "mistral": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig,
+        {"sliding_window": 40},
+    ),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 64}),
-}  # fmt: skip
+}
 TEXT = [int(x) for x in np.random.default_rng(0).integers(2, 104, 300)]
 
 
@@ -178,8 +190,10 @@ def test_attention(kv, head_dim, dtype, window, invariant):
         slots = (torch.tensor(pages[i])[place // 64] * 64 + place % 64).to(DEVICE)
         k, v = torch.randn(2, length, 3, head_dim, device=DEVICE).to(dtype)
         pool.write(0, slots, k, v)
-        k, v = (x.double()[-(window or length) :].repeat_interleave(4, 1).transpose(0, 1)
-                for x in pool.read(0, torch.tensor(pages[i], device=DEVICE), length))  # fmt: skip
+        k, v = (
+            x.double()[-(window or length) :].repeat_interleave(4, 1).transpose(0, 1)
+            for x in pool.read(0, torch.tensor(pages[i], device=DEVICE), length)
+        )
         scores = (k @ q[i].double()[:, :, None])[:, :, 0] * shape.scale
         wanted.append((scores.softmax(-1)[:, None] @ v)[:, 0])
     wanted = torch.stack(wanted)

@@ -54,10 +54,14 @@ def say(model, ids):
     """Greedy tokens and the logits that each was chosen by."""
     ids = ids.to(model.device)
     out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-        max_new_tokens=TOKENS, min_new_tokens=TOKENS, return_dict_in_generate=True,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        return_dict_in_generate=True,
         output_logits=True,
-    )  # fmt: skip
+    )
     logits = torch.cat(out.logits).float().cpu()
     return out.sequences.cpu(), logits
 

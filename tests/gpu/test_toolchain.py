@@ -216,12 +216,15 @@ for factor in range(1, 6):
 def test_two_processes_and_one_cache(tmp_path):
     workers = [
         subprocess.Popen(
-            [sys.executable, "-W", "error::RuntimeWarning", "-c", WORKER], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", WORKER],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, "BILLFISH_CACHE_DIR": str(tmp_path / "shared")},
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for worker in workers:
         assert worker.stdout.readline() == "ready\n"
     for worker in workers:  # both begin with an empty cache at the same moment

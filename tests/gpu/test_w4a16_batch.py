@@ -81,8 +81,19 @@ def test_batch_invariance(size, dtype):
     exact = x.double() @ weight.double().T + bias.double()
     error = (whole.double() - exact).abs().max() / exact.abs().max()
     assert error < (2**-9 if dtype == torch.float16 else 2**-6)
-    for start, m in ((0, 1), (3, 2), (0, 8), (5, 17), (7, 33), (1, 64), (2, 100), (9, 129),
-                     (0, 257), (11, 600), (100, 1024)):  # fmt: skip
+    for start, m in (
+        (0, 1),
+        (3, 2),
+        (0, 8),
+        (5, 17),
+        (7, 33),
+        (1, 64),
+        (2, 100),
+        (9, 129),
+        (0, 257),
+        (11, 600),
+        (100, 1024),
+    ):
         assert torch.equal(op(x[start : start + m], bias), whole[start : start + m]), (start, m)
 
 

@@ -262,9 +262,12 @@ def worker(compiled):
     """Another process with the cache of this one: it may compile nothing, and may break."""
     arguments = [(s.bits, s.group_size, s.symmetric) for s in SCHEMES]
     done = subprocess.run(
-        [sys.executable, "-c", f"SCHEMES = {arguments}\n{WORKER}"], capture_output=True, text=True,
-        env={**os.environ, "BILLFISH_CACHE_DIR": str(compiled)}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", f"SCHEMES = {arguments}\n{WORKER}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BILLFISH_CACHE_DIR": str(compiled)},
+        timeout=300,
+    )
     return done
 
 
@@ -305,9 +308,12 @@ def test_what_a_call_costs(compiled, capsys):
     """Of the CPU's time, python and the launch, in a process of its own: after hundreds of tests a
     call takes half as long again."""
     done = subprocess.run(
-        [sys.executable, "-c", COST], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", COST],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "BILLFISH_CACHE_DIR": str(compiled)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     median = float(done.stdout)
     with capsys.disabled():

@@ -13,8 +13,17 @@ FP16, BF16 = torch.float16, torch.bfloat16
 UNIT = {FP16: 2**-11, BF16: 2**-8}  # the most that rounding a result once moves it, relatively
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 65, 257, 1024)
 MOST_OWN_ROWS = 64
-SHAPES = ((1, 8), (3, 40), (65, 100), (64, 128), (200, 576), (576, 1536), (4096, 4096),
-          (28672, 512), (1000, 14336))  # fmt: skip
+SHAPES = (
+    (1, 8),
+    (3, 40),
+    (65, 100),
+    (64, 128),
+    (200, 576),
+    (576, 1536),
+    (4096, 4096),
+    (28672, 512),
+    (1000, 14336),
+)
 GROUPS = (-1, 32, 64, 128)
 SCHEMES = [
     *(W4A16(4, group, symmetric) for group in GROUPS for symmetric in (True, False)),
@@ -29,16 +38,26 @@ def takes(scheme, k):
 
 CASES = [
     *((scheme, *shape) for scheme in SCHEMES[:8] for shape in SHAPES if takes(scheme, shape[1])),
-    *((scheme, *shape) for scheme in SCHEMES[8:] for shape in SHAPES[2:6]
-      if takes(scheme, shape[1])),
-    *((W4A16(bits, 32, symmetric), 200, 576) for bits in (2, 3, 5, 6, 7)
-      for symmetric in (True, False)),
+    *(
+        (scheme, *shape)
+        for scheme in SCHEMES[8:]
+        for shape in SHAPES[2:6]
+        if takes(scheme, shape[1])
+    ),
+    *(
+        (W4A16(bits, 32, symmetric), 200, 576)
+        for bits in (2, 3, 5, 6, 7)
+        for symmetric in (True, False)
+    ),
     (W4A16(4, 96), 200, 576),
     (W4A16(4, 256, False), 130, 1536),
     (W4A16(8, 256), 130, 1536),
-    *((W4A16(bits, 64, symmetric, has_g_idx=True), 200, 576) for bits in (4, 8)
-      for symmetric in (True, False)),
-]  # fmt: skip
+    *(
+        (W4A16(bits, 64, symmetric, has_g_idx=True), 200, 576)
+        for bits in (4, 8)
+        for symmetric in (True, False)
+    ),
+]
 OPS = [
     *((CudaOp, *case) for case in CASES),
     *((StripeOp, *case) for case in CASES if case[1:] in SHAPES[1:5] or case[1] == 4096),
@@ -102,11 +121,16 @@ def judge(results, dtype):
     """
     errors = torch.stack(
         [
-            torch.stack([(y.double() - exact).abs().max(), (t.double() - exact).abs().max(),
-                         exact.abs().max()])
+            torch.stack(
+                [
+                    (y.double() - exact).abs().max(),
+                    (t.double() - exact).abs().max(),
+                    exact.abs().max(),
+                ]
+            )
             for _, y, t, exact in results
         ]
-    ).tolist()  # fmt: skip
+    ).tolist()
     for (m, *_), (ours, theirs, size) in zip(results, errors, strict=True):
         assert ours <= 2 * theirs + UNIT[dtype] * size, (m, ours, theirs, size)
 

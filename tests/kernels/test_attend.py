@@ -42,10 +42,16 @@ def compiled(tmp_path_factory):
                 file.write_text(changed[1])
                 source = file if changed[0] == SOURCE.name else SOURCE
             known[key] = compile_cpp(
-                HERE / "attend.cpp", folder / f"run{len(known)}", f"-I{own}", f"-I{HERE}",
-                f"-I{INCLUDE}", f'-DKERNEL_FILE="{source}"', f"-DTYPE={decode.TYPES[dtype]}",
-                f"-DFORMAT={kv.capitalize()}", f"-DHEAD_DIM={head_dim}",
-            )  # fmt: skip
+                HERE / "attend.cpp",
+                folder / f"run{len(known)}",
+                f"-I{own}",
+                f"-I{HERE}",
+                f"-I{INCLUDE}",
+                f'-DKERNEL_FILE="{source}"',
+                f"-DTYPE={decode.TYPES[dtype]}",
+                f"-DFORMAT={kv.capitalize()}",
+                f"-DHEAD_DIM={head_dim}",
+            )
         return known[key]
 
     return build
@@ -96,11 +102,19 @@ class Case:
         cut = Cut(self.kv, kv_heads, sms=blocks, invariant=invariant)
         tables = decode.Tables(len(self.lengths), max(self.lengths), (window or None,), cut, CPU)
         pieces = [
-            Piece(Sequence("", [7] * length, length,
-                           pages=self.pages[start : start - -length // PAGE].tolist()),
-                  length - 1, 1, True)
+            Piece(
+                Sequence(
+                    "",
+                    [7] * length,
+                    length,
+                    pages=self.pages[start : start - -length // PAGE].tolist(),
+                ),
+                length - 1,
+                1,
+                True,
+            )
             for start, length in zip(self.starts, self.lengths, strict=True)
-        ]  # fmt: skip
+        ]
         tables.fill(pieces, len(pieces))
         smem = decode.shared_bytes(self.kv, head_dim)
         numbers = (seed, len(pieces), kv_heads, self.group, blocks, scale * math.log2(math.e), smem)
@@ -218,10 +232,18 @@ def test_invariant_chunks_follow_from_a_length_alone():
 # Sequences x tokens, and the pages of a chunk that were quickest among those tried (H200). Half as
 # many cost up to 16 % where texts are few, and more where they are many.
 SWEPT = [
-    ("kv4", 32, 4096, 22), ("kv4", 64, 4096, 22), ("kv4", 64, 1024, 16), ("kv4", 1, 4096, 8),
-    ("kv4", 1, 32768, 22), ("kv8", 32, 4096, 22), ("kv16", 32, 4096, 64), ("kv16", 64, 1024, 16),
-    ("kv16", 1, 4096, 4), ("kv16", 1, 32768, 16), ("kv16", 8, 1024, 4),
-]  # fmt: skip
+    ("kv4", 32, 4096, 22),
+    ("kv4", 64, 4096, 22),
+    ("kv4", 64, 1024, 16),
+    ("kv4", 1, 4096, 8),
+    ("kv4", 1, 32768, 22),
+    ("kv8", 32, 4096, 22),
+    ("kv16", 32, 4096, 64),
+    ("kv16", 64, 1024, 16),
+    ("kv16", 1, 4096, 4),
+    ("kv16", 1, 32768, 16),
+    ("kv16", 8, 1024, 4),
+]
 
 
 @pytest.mark.parametrize(("kv", "sequences", "tokens", "best"), SWEPT)

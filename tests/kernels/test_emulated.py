@@ -62,11 +62,17 @@ def compiled(tmp_path_factory):
                 source.write_text(text)
             tokens, bands = arguments.split(",")[-2:]
             known[key] = compile_cpp(
-                HERE / "run.cpp", folder / f"run{len(known)}", f"-I{HERE}",
-                f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
-                f"-D{kernel.upper()}", f"-DTHREADS={THREADS[kernel]}",
-                f"-DTOKENS={tokens}", f"-DBANDS={bands}", f"-DKERNEL=w4a16_{kernel}<{arguments}>",
-            )  # fmt: skip
+                HERE / "run.cpp",
+                folder / f"run{len(known)}",
+                f"-I{HERE}",
+                f"-I{PACKAGE / 'kernels' / 'include'}",
+                f'-DKERNEL_FILE="{source}"',
+                f"-D{kernel.upper()}",
+                f"-DTHREADS={THREADS[kernel]}",
+                f"-DTOKENS={tokens}",
+                f"-DBANDS={bands}",
+                f"-DKERNEL=w4a16_{kernel}<{arguments}>",
+            )
         return known[key]
 
     return build
@@ -92,8 +98,12 @@ def product(
     elif kernel == "decode":
         how = tile.pick_tile(m, n, kind.record_bytes, gpu)
         tokens, bands, blocks, stages, smem = (
-            how.tokens, how.bands, how.blocks, how.stages, how.smem
-        )  # fmt: skip
+            how.tokens,
+            how.bands,
+            how.blocks,
+            how.stages,
+            how.smem,
+        )
     else:
         tokens = min(each for each in stripe.BANDS if each >= m)
         bands, stages = stripe.BANDS[tokens], 0

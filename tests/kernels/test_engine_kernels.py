@@ -68,10 +68,15 @@ def library(folder, source, programs, text=None):
         source.write_text(text)
     (folder / "instances.h").write_text("".join(f"ENTRY({each.name})\n" for each in programs))
     target = compile_cpp(
-        HERE / "engine.cpp", folder / "engine.so", "-shared", "-fPIC", f"-I{HERE}",
-        f"-I{PACKAGE / 'kernels' / 'include'}", f'-DKERNEL_FILE="{source}"',
+        HERE / "engine.cpp",
+        folder / "engine.so",
+        "-shared",
+        "-fPIC",
+        f"-I{HERE}",
+        f"-I{PACKAGE / 'kernels' / 'include'}",
+        f'-DKERNEL_FILE="{source}"',
         f'-DINSTANCES="{folder / "instances.h"}"',
-    )  # fmt: skip
+    )
     return ctypes.CDLL(str(target))
 
 
@@ -204,11 +209,21 @@ def test_swiglu(on_cpu, dtype):
 
 
 DRAWS = [
-    {}, {"temperature": 0.1}, {"temperature": 3.0}, {"min_p": 0.05}, {"top_k": 1}, {"top_k": 40},
-    {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-6}, {"top_k": 30, "top_p": 0.5},
-    {"top_k": 7, "top_p": 0.95, "min_p": 0.02}, {"top_p": 0.999, "temperature": 2.0},
-    {"top_k": 10**6}, {"temperature": 1e-4},
-]  # fmt: skip
+    {},
+    {"temperature": 0.1},
+    {"temperature": 3.0},
+    {"min_p": 0.05},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_p": 0.9},
+    {"top_p": 0.3},
+    {"top_p": 1e-6},
+    {"top_k": 30, "top_p": 0.5},
+    {"top_k": 7, "top_p": 0.95, "min_p": 0.02},
+    {"top_p": 0.999, "temperature": 2.0},
+    {"top_k": 10**6},
+    {"temperature": 1e-4},
+]
 
 
 @needs_compiler
@@ -223,8 +238,10 @@ def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
     logits[:, 7] = -0.0
 
     def choosers():
-        rules = (SamplingParams(**{"temperature": 1.0, **DRAWS[i // 2], "seed": i})
-                 for i in range(len(logits)))  # fmt: skip
+        rules = (
+            SamplingParams(**{"temperature": 1.0, **DRAWS[i // 2], "seed": i})
+            for i in range(len(logits))
+        )
         return [Chooser(rule, [], width, frozenset()) for rule in rules]
 
     found = torch.zeros(len(logits), 2, dtype=torch.int32)

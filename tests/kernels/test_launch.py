@@ -23,8 +23,15 @@ H100 = Gpu(1, "NVIDIA H100", "sm_90a", 132, 232448, 233472, 50 * 2**20)
 
 
 def test_architectures():
-    known = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a",
-             (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}  # fmt: skip
+    known = {
+        (8, 0): "sm_80",
+        (8, 6): "sm_86",
+        (8, 9): "sm_89",
+        (9, 0): "sm_90a",
+        (10, 0): "sm_100a",
+        (10, 3): "sm_103a",
+        (12, 0): "sm_120a",
+    }
     assert {version: arch_of(*version) for version in known} == known
 
 
@@ -34,10 +41,14 @@ def test_gpu_is_asked_once(monkeypatch):
     def properties(index):
         asked.append(index)
         return SimpleNamespace(
-            name="NVIDIA H100", major=9, minor=0, multi_processor_count=132,
-            shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+            name="NVIDIA H100",
+            major=9,
+            minor=0,
+            multi_processor_count=132,
+            shared_memory_per_block_optin=232448,
+            shared_memory_per_multiprocessor=233472,
             L2_cache_size=50 * 2**20,
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -111,15 +122,23 @@ def test_a_configuration_is_made_once(card):
     for pointer in (16, 32):
         loaded.launch((8, 3), 256, (pointer, 5), smem=100_000, cluster=2, pdl=True)
     assert seen.configs == [
-        {"grid": (4, 3), "block": 256, "cluster": 2, "shmem_size": 100_000,
-         "programmatic_stream_serialization": True}
-    ]  # fmt: skip
+        {
+            "grid": (4, 3),
+            "block": 256,
+            "cluster": 2,
+            "shmem_size": 100_000,
+            "programmatic_stream_serialization": True,
+        }
+    ]
     assert [args for _, _, args in seen.launches] == [(16, 5), (32, 5)]
     loaded.launch(8, 256, ())
     assert seen.configs[1] == {
-        "grid": (8,), "block": 256, "cluster": None, "shmem_size": 0,
+        "grid": (8,),
+        "block": 256,
+        "cluster": None,
+        "shmem_size": 0,
         "programmatic_stream_serialization": False,
-    }  # fmt: skip
+    }
     assert seen.allowed == []
     loaded.launch(16, 256, (), cluster=16)
     assert seen.allowed == [("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)]

@@ -46,14 +46,18 @@ def test_streamed_blocks_compute_what_the_model_computes(tmp_path, architecture)
 @pytest.mark.parametrize(
     ("architecture", "expected"),
     [
-        ("LlamaForCausalLM", [["q_proj", "k_proj", "v_proj"], ["o_proj"],
-                              ["gate_proj", "up_proj"], ["down_proj"]]),
+        (
+            "LlamaForCausalLM",
+            [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]],
+        ),
         ("OPTForCausalLM", [["q_proj", "k_proj", "v_proj"], ["out_proj"], ["fc1"], ["fc2"]]),
-        ("GPTNeoXForCausalLM", [["query_key_value"], ["dense"], ["dense_h_to_4h"],
-                                ["dense_4h_to_h"]]),
+        (
+            "GPTNeoXForCausalLM",
+            [["query_key_value"], ["dense"], ["dense_h_to_4h"], ["dense_4h_to_h"]],
+        ),
         ("BertModel", [["query", "key", "value"], ["dense"], ["dense"], ["dense"]]),
     ],
-)  # fmt: skip
+)
 def test_linears_that_share_an_input_are_found(tmp_path, architecture, expected):
     model = stream(write_checkpoint(tmp_path / "model", architecture))
     hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
@@ -67,14 +71,28 @@ def test_linears_that_share_an_input_are_found(tmp_path, architecture, expected)
     ("architecture", "expected"),
     [
         # SiLU and GELU bend: only the straight path can take a scale. ReLU lets it pass.
-        ("LlamaForCausalLM", {"q_proj": "input_layernorm", "o_proj": "v_proj",
-                              "gate_proj": "post_attention_layernorm", "down_proj": "up_proj"}),
-        ("OPTForCausalLM", {"q_proj": "self_attn_layer_norm", "out_proj": "v_proj",
-                            "fc1": "final_layer_norm", "fc2": "fc1"}),
+        (
+            "LlamaForCausalLM",
+            {
+                "q_proj": "input_layernorm",
+                "o_proj": "v_proj",
+                "gate_proj": "post_attention_layernorm",
+                "down_proj": "up_proj",
+            },
+        ),
+        (
+            "OPTForCausalLM",
+            {
+                "q_proj": "self_attn_layer_norm",
+                "out_proj": "v_proj",
+                "fc1": "final_layer_norm",
+                "fc2": "fc1",
+            },
+        ),
         ("Gemma2ForCausalLM", {"q_proj": None, "down_proj": "up_proj"}),  # its norm is (1 + weight)
         ("GPTNeoXForCausalLM", {"dense_4h_to_h": None}),
     ],
-)  # fmt: skip
+)
 def test_scales_fold_only_where_the_block_stays_the_same(tmp_path, architecture, expected):
     model = stream(write_checkpoint(tmp_path / "model", architecture))
     hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
@@ -89,9 +107,14 @@ def test_scales_fold_only_where_the_block_stays_the_same(tmp_path, architecture,
 
 def test_fused_experts_are_refused_with_a_sentence(tmp_path):
     config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
     with pytest.raises(UserError, match="mixture of experts"):
         stream(tmp_path / "moe")

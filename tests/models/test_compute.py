@@ -177,8 +177,11 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(word in func.name() for word in self.words):
-            found = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-                     and x.device == CPU and x.is_floating_point()}  # fmt: skip
+            found = {
+                x.dtype
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, torch.Tensor) and x.device == CPU and x.is_floating_point()
+            }
             self.seen.extend((func.name(), dtype) for dtype in found)
         return func(*args, **kwargs or {})
 

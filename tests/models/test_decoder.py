@@ -258,8 +258,13 @@ def packed_model(architecture, scheme, dtype, **changes):
     return model
 
 
-SMOL = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "num_hidden_layers": 1}  # fmt: skip
+SMOL = {
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 1,
+}
 PACKED = {  # architecture, changes, whether layers line up
     "smollm2": ("LlamaForCausalLM", SMOL, True),
     "wide heads, biases": ("Qwen2ForCausalLM", {"head_dim": 32, "hidden_size": 128}, True),
@@ -381,8 +386,10 @@ def test_dense_linears_are_joined_and_stored_once(architecture):
     before = model(ids).logits
     Decoder.of(model)
     for layer in model.model.layers:
-        for module, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")),
-                              (layer.mlp, ("gate_proj", "up_proj"))):  # fmt: skip
+        for module, names in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+            (layer.mlp, ("gate_proj", "up_proj")),
+        ):
             parts = [getattr(module, name) for name in names]
             for part, behind in pairwise(parts):
                 assert part.weight.data_ptr() + part.weight.nbytes == behind.weight.data_ptr()

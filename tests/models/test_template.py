@@ -22,8 +22,7 @@ HOSTILE = {
     "{{ 'a' * 10 ** 10 }}": "it needs more than",
     "{{ '%10000000000d' % 1 }}": "it needs more than",
     "{{ 'a'.center(10 ** 10) }}": "it needs more than",
-    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}":
-        "it needs more than",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it needs more than",
     "{% for i in range(999) %}{{ 'a' * 9999 }}{% endfor %}": "9989001 characters, of 8388608",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "Recursion",
     "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}": "failed",
@@ -33,7 +32,7 @@ HOSTILE = {
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "\ud800": "surrogates not allowed",
     "{{ messages.__class__.__mro__ }}": "SecurityError",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +51,9 @@ def tokenizer():
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
 def test_it_is_what_transformers_renders(tools, renderer, tokenizer):
     tokenizer.chat_template = REAL
-    wanted = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False,
-                                           add_generation_prompt=True)  # fmt: skip
+    wanted = tokenizer.apply_chat_template(
+        MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     assert renderer.render(tokenizer, MESSAGES, tools) == wanted
 
 

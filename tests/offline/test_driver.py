@@ -422,9 +422,13 @@ def test_the_model_streams(tmp_path):
     blocks are solved; the others, of the same size, are rounded, in a tenth of the time."""
     wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 26}
     config = transformers.LlamaConfig(
-        **wide, vocab_size=128, num_attention_heads=8, num_key_value_heads=4, bos_token_id=0,
+        **wide,
+        vocab_size=128,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     source = tmp_path / "source"
@@ -439,7 +443,7 @@ def test_the_model_streams(tmp_path):
             else torch.ones(p.shape)
             for name, p in model.named_parameters()
             if (name.startswith(prefix) if prefix else "layers" not in name)
-        }  # fmt: skip
+        }
         shards.append(files.shard_name(len(shards) + 1, count + 1))
         files.write_shard(source / shards[-1], inside)
     config.architectures = ["LlamaForCausalLM"]
@@ -449,8 +453,10 @@ def test_the_model_streams(tmp_path):
     weights = Checkpoint(source).nbytes
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, source, tmp_path / "out"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split())
     added = (after - before) * 1024

@@ -30,9 +30,23 @@ def packed(tmp_path_factory):
     text = room / "text.txt"
     text.write_text("What swims at the speed that memory allows? " * 400)
     done = CliRunner().invoke(
-        app, ["quantize", str(source), "-o", str(room / "packed"), "--method", "rtn",
-              "--group-size", "32", "--kv", "kv4", "--data", str(text), "--json"]
-    )  # fmt: skip
+        app,
+        [
+            "quantize",
+            str(source),
+            "-o",
+            str(room / "packed"),
+            "--method",
+            "rtn",
+            "--group-size",
+            "32",
+            "--kv",
+            "kv4",
+            "--data",
+            str(text),
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["kv"]["file"] == calibrated.KV_FILE and told["kv"]["tokens"] > 500

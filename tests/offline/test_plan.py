@@ -161,12 +161,18 @@ def test_layer_in_no_plan_must_split_both_ways():
 @pytest.mark.parametrize(
     ("style", "way"),
     [
-        ("colwise", "n"), ("colwise_rep", "n"), ("colwise_gather_output", "n"),
-        ("local_colwise", "n"), ("packed_colwise", "2n"), ("rowwise", "k"),
+        ("colwise", "n"),
+        ("colwise_rep", "n"),
+        ("colwise_gather_output", "n"),
+        ("local_colwise", "n"),
+        ("packed_colwise", "2n"),
+        ("rowwise", "k"),
         ("rowwise_split_input", "k"),
-        ("replicated_with_grad_allreduce", "whole"), ("sequence_parallel", None), ("", None),
+        ("replicated_with_grad_allreduce", "whole"),
+        ("sequence_parallel", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_names_of_transformers_tp_plans(style, way):
     styles = {"layers.*.mlp.fc": style, "lm_head": "colwise_rep"}
     assert parallel_way("model.layers.17.mlp.fc", styles) == way

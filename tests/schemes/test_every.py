@@ -199,8 +199,11 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         assert sum(part.nbytes() for part in parts) == before
         for part, tensors in zip(parts, each, strict=True):
             same(part.canonical(), tensors)
-        storages = {name: t.untyped_storage().data_ptr() for name, t in vars(whole).items()
-                    if isinstance(t, torch.Tensor)}  # fmt: skip
+        storages = {
+            name: t.untyped_storage().data_ptr()
+            for name, t in vars(whole).items()
+            if isinstance(t, torch.Tensor)
+        }
         for part in parts:
             for name, storage in storages.items():
                 assert getattr(part, name).untyped_storage().data_ptr() == storage, name
@@ -208,8 +211,12 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         assert torch.equal(scheme.dequantize(whole.canonical()), weights)
         if op not in ops_on_cpu(scheme, n, k):
             continue
-        for m, dtype in ((1, torch.bfloat16), (5, torch.bfloat16), (40, torch.bfloat16),
-                         (5, torch.float32)):  # fmt: skip
+        for m, dtype in (
+            (1, torch.bfloat16),
+            (5, torch.bfloat16),
+            (40, torch.bfloat16),
+            (5, torch.float32),
+        ):
             x = torch.randn(m, k, generator=seeded(m, k)).to(dtype)
             alone = [op(scheme, tensors)(x) for tensors in each]
             assert all(map(torch.equal, (part(x) for part in parts), alone))

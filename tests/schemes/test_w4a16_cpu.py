@@ -61,9 +61,13 @@ CASES = [
     *(Case(W4A16(bits, 64, s), n=100) for bits in (4, 8) for s in (True, False)),  # n padded
     *(Case(W4A16(bits, 64, s, True), n=72) for bits in (4, 8) for s in (True, False)),
     *(Case(W4A16(4, 16, s, True)) for s in (True, False)),
-    *(Case(W4A16(bits, 32, s), 96, 128, d) for bits in (4, 8) for s in (True, False)
-      for d in (FP16, FP32)),
-]  # fmt: skip
+    *(
+        Case(W4A16(bits, 32, s), 96, 128, d)
+        for bits in (4, 8)
+        for s in (True, False)
+        for d in (FP16, FP32)
+    ),
+]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 every_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
@@ -181,8 +185,12 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> processor.Isa:
     return isa
 
 
-AMX = [Case(W4A16(4, 64), n=200, k=192), Case(W4A16(4, 32, False), n=64, k=32),
-       Case(W4A16(8, 128, False), 128, 256, FP16), Case(W4A16(4, 8), n=96, k=40)]  # fmt: skip
+AMX = [
+    Case(W4A16(4, 64), n=200, k=192),
+    Case(W4A16(4, 32, False), n=64, k=32),
+    Case(W4A16(8, 128, False), 128, 256, FP16),
+    Case(W4A16(4, 8), n=96, k=40),
+]
 
 
 @pytest.mark.parametrize("case", AMX, ids=str)

@@ -49,11 +49,20 @@ def test_a_run(server, tmp_path):
 def test_servers_of_its_own(tmp_path):
     pytest.importorskip("matplotlib")
     config, target, picture = (tmp_path / name for name in ("config.json", "s.json", "s.png"))
-    config.write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 300,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+            }
+        )
+    )
     options = f"--config {config} --variants fp32+kv16,fp32+kv8 --device cpu --rate 40 --requests 6"
     lengths = f"--input 8 --output 8 --save {target} --plot {picture}"
     found = CliRunner().invoke(app, ["bench", "serve", *options.split(), *lengths.split()])

@@ -36,8 +36,9 @@ def post(server, path, body):
 
 
 def test_a_completion(client, wanted):
-    made = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0,
-                                     extra_body=EXTRA, user="someone")  # fmt: skip
+    made = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body=EXTRA, user="someone"
+    )
     assert made.id.startswith("cmpl-") and made.object == "text_completion"
     assert made.model == MODEL and made.system_fingerprint.startswith("fp_")
     assert made.choices[0].text == wanted.text and made.choices[0].finish_reason == "length"
@@ -57,16 +58,18 @@ def test_a_chat(client, wanted):
         model=MODEL, messages=parts, max_tokens=12, temperature=0, extra_body=EXTRA
     )
     assert again.choices[0].message.content == wanted.text
-    long = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0,
-                                          extra_body=EXTRA)  # fmt: skip
+    long = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, extra_body=EXTRA
+    )
     assert long.usage.total_tokens == 128  # all that fits
 
 
 def test_prompts_in_every_shape(client, server, wanted):
     ids = server.llm.tokenizer(PROMPT).input_ids
     for prompt in (PROMPT, [PROMPT, PROMPT], ids, [ids, ids]):
-        made = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0,
-                                         extra_body=EXTRA)  # fmt: skip
+        made = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=12, temperature=0, extra_body=EXTRA
+        )
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         assert [one.text for one in made.choices] == [wanted.text] * (2 if several else 1)
         assert [one.index for one in made.choices] == list(range(len(made.choices)))
@@ -74,9 +77,14 @@ def test_prompts_in_every_shape(client, server, wanted):
 
 def test_a_stream_adds_up(client, wanted):
     stream = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, stream=True,
-        stream_options={"include_usage": True}, extra_body=EXTRA,
-    )  # fmt: skip
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=EXTRA,
+    )
     chunks = list(stream)
     *parts, last = chunks
     assert last.choices == [] and last.usage.completion_tokens == 12
@@ -90,8 +98,15 @@ def test_a_stream_adds_up(client, wanted):
 
 
 def test_a_stream_on_the_wire(server, wanted):
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": True,
-            "ignore_eos": True, "n": 2}  # fmt: skip
+    body = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "n": 2,
+    }
     answer = post(server, "/v1/completions", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.text.split("\n\n")
@@ -120,17 +135,23 @@ def test_n_seeds_and_stops(client, server, wanted):
 
 def test_a_bias_by_text_keys(client, server):
     token = server.llm.tokenizer("z").input_ids[0]
-    made = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0,
-                                     logit_bias={str(token): 100})  # fmt: skip
+    made = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logit_bias={str(token): 100}
+    )
     assert made.choices[0].text.replace(" ", "") == "zzzz"
 
 
 def test_logprobs_of_a_chat(client, server):
     (output,) = server.llm.generate(PROMPT, greedy(5, logprobs=2))
     made = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True,
-        top_logprobs=2, extra_body=EXTRA,
-    )  # fmt: skip
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body=EXTRA,
+    )
     content = made.choices[0].logprobs.content
     assert [one.logprob for one in content] == [one.logprob for one in output.outputs[0].logprobs]
     assert "".join(one.token for one in content) == made.choices[0].message.content
@@ -138,9 +159,14 @@ def test_logprobs_of_a_chat(client, server):
         assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob
         assert bytes(one.bytes).decode() == one.token
     streamed = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, stream=True,
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        stream=True,
         extra_body=EXTRA,
-    )  # fmt: skip
+    )
     told = [one for chunk in streamed for one in chunk.choices[0].logprobs.content]
     assert [one.logprob for one in told] == [one.logprob for one in content]
 
@@ -149,13 +175,22 @@ def test_logprobs_of_a_chat(client, server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_and_logprobs_of_the_prompt(count, stream, server, tiny_path):
     model, tokenizer = load(tiny_path)
-    body = {"prompt": tokenizer(PROMPT).input_ids, "max_tokens": count, "temperature": 0,
-            "logprobs": 2, "echo": True, "stream": stream, **EXTRA}  # fmt: skip
+    body = {
+        "prompt": tokenizer(PROMPT).input_ids,
+        "max_tokens": count,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
+        "stream": stream,
+        **EXTRA,
+    }
     answer = post(server, "/v1/completions", body)
     if stream:
         parts = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
-        told = {name: [x for part in parts for x in part["logprobs"][name]]
-                for name in parts[0]["logprobs"]}  # fmt: skip
+        told = {
+            name: [x for part in parts for x in part["logprobs"][name]]
+            for name in parts[0]["logprobs"]
+        }
         text = "".join(part["text"] for part in parts)
     else:
         assert answer.json()["usage"]["completion_tokens"] == count
@@ -232,8 +267,13 @@ def test_metrics(server):
     assert values["vllm:kv_cache_usage_perc{}"] == 0
     assert values["vllm:generation_tokens_total{}"] >= 4
     assert values['vllm:request_success_total{finished_reason="length"}'] >= 1
-    for name in ("time_to_first_token", "inter_token_latency", "time_per_output_token",
-                 "request_time_per_output_token", "e2e_request_latency"):  # fmt: skip
+    for name in (
+        "time_to_first_token",
+        "inter_token_latency",
+        "time_per_output_token",
+        "request_time_per_output_token",
+        "e2e_request_latency",
+    ):
         count = values[f"vllm:{name}_seconds_count{{}}"]
         assert count >= 1 and values[f'vllm:{name}_seconds_bucket{{le="+Inf"}}'] == count
         assert values[f"vllm:{name}_seconds_sum{{}}"] > 0
@@ -295,8 +335,11 @@ WRONG = [
     (CHAT, {"messages": ["a"]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages[0].content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": ""}]}, "messages"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format"),
@@ -306,7 +349,7 @@ WRONG = [
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/detokenize", {"tokens": "a"}, "tokens"),
     ("/detokenize", {"tokens": [1, 500]}, "prompt"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=lambda value: str(value)[:50])
@@ -321,9 +364,20 @@ def test_wrong_requests_are_refused_by_name(path, body, param, server):
 
 
 def test_harmless_defaults_are_taken(server):
-    body = {"messages": MESSAGES, "max_tokens": 2, "tools": [], "tool_choice": "none",
-            "response_format": {"type": "text"}, "user": "u", "metadata": {}, "unheard_of": 1,
-            "logprobs": False, "stop": None, "seed": None, "parallel_tool_calls": True}  # fmt: skip
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {},
+        "unheard_of": 1,
+        "logprobs": False,
+        "stop": None,
+        "seed": None,
+        "parallel_tool_calls": True,
+    }
     assert post(server, CHAT, body).status_code == 200
 
 

@@ -40,8 +40,9 @@ def connect(made):
 
 def post(path, length, key=None):
     given = f"Authorization: Bearer {key}\r\n" if key else ""
-    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{given}"
-            f"Content-Length: {length}\r\n\r\n").encode()  # fmt: skip
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{given}Content-Length: {length}\r\n\r\n"
+    ).encode()
 
 
 def answer(raw):
@@ -207,10 +208,16 @@ def test_heads_have_a_size_in_one_packet_or_many(pieces, size, door):
 
 def test_nonsense_in_the_middle_is_no_traceback(door, caplog):
     """A chunk that is none, after a head that was fine; and more of it behind an answer."""
-    chunked = (f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
-               "Transfer-Encoding: chunked\r\n\r\n").encode()  # fmt: skip
-    for sent in (chunked + b"zzz\r\n", chunked + b"2\r\n{}\r\nzzz\r\n", HEALTH + b"\x00\r\n\r\n",
-                 chunked + b"2\r\n{}\r\n0\r\n\r\n" + b"\x00\r\n\r\n"):  # fmt: skip
+    chunked = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    ).encode()
+    for sent in (
+        chunked + b"zzz\r\n",
+        chunked + b"2\r\n{}\r\nzzz\r\n",
+        HEALTH + b"\x00\r\n\r\n",
+        chunked + b"2\r\n{}\r\n0\r\n\r\n" + b"\x00\r\n\r\n",
+    ):
         with connect(door) as raw:
             raw.sendall(sent)
             assert b"HTTP/1.1 400" in answer(raw)
@@ -237,21 +244,38 @@ def test_a_command_with_few_files_and_a_template_without_end(tmp_path):
     (path / "tokenizer_config.json").write_text(
         json.dumps({**settings, "chat_template": "{{ 10 ** (10 ** 9) }}"})
     )
-    command = [sys.executable, "-m", "billfish.cli.app", "serve", str(path), "--port", "0",
-               "--served-model-name", MODEL]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "billfish.cli.app",
+        "serve",
+        str(path),
+        "--port",
+        "0",
+        "--served-model-name",
+        MODEL,
+    ]
     with ExitStack() as held:
-        process = held.enter_context(subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160)),
-        ))  # fmt: skip
+        process = held.enter_context(
+            subprocess.Popen(
+                command,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160)),
+            )
+        )
         held.callback(process.kill)
         lines, log = iter(process.stderr.readline, ""), []
         url = next(line for line in lines if "http://" in line).split()[-1]
         threading.Thread(target=lambda: log.extend(lines), daemon=True).start()
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         found = []
-        asking = threading.Thread(target=lambda: found.append(
-            httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)))  # fmt: skip
+        asking = threading.Thread(
+            target=lambda: found.append(
+                httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+            )
+        )
         asking.start()
         for _ in range(200):
             raw = held.enter_context(socket.socket())

@@ -26,21 +26,73 @@ from billfish.server.asking import NO_MATTER, READ, REFUSED
 pytestmark = pytest.mark.fuzz
 TOGETHER = 8  # requests at once
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-ROUTES = [TEXT, CHAT, "/tokenize", "/detokenize", "/v1/models", f"/v1/models/{MODEL}", "/health",
-          "/metrics", "/stats", "/version", "/tokenizer_info", "/", "/page.js", "/nowhere",
-          "/v1/models/%ED%A0%80%00", "/v1//completions"]  # fmt: skip
+ROUTES = [
+    TEXT,
+    CHAT,
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    f"/v1/models/{MODEL}",
+    "/health",
+    "/metrics",
+    "/stats",
+    "/version",
+    "/tokenizer_info",
+    "/",
+    "/page.js",
+    "/nowhere",
+    "/v1/models/%ED%A0%80%00",
+    "/v1//completions",
+]
 
 # Values
 characters = st.characters(exclude_categories=())  # halves of surrogate pairs, too
 texts = st.text(characters, max_size=20) | st.sampled_from(
     ["", "a billfish", "\ud800", "\0", "é" * 9]
 )
-extremes = st.sampled_from([1e39, 1e308, -1e39, 1e-40, 5e-324, math.nan, math.inf, -math.inf,
-                            2**31, 2**63, 2**64, 10**30, 10**400, True])  # fmt: skip
-odd_numbers = extremes | st.sampled_from([
-    0, -0.0, 1, -1, False, 0.5, 2, 100, 101, 127, 128, 129, 1e-5, 1e38, 2**31 - 1, -(2**31), 2**32,
-    2**53 + 1, 2**63 - 1, -(2**63), -(2**63) - 1,
-])  # fmt: skip
+extremes = st.sampled_from(
+    [
+        1e39,
+        1e308,
+        -1e39,
+        1e-40,
+        5e-324,
+        math.nan,
+        math.inf,
+        -math.inf,
+        2**31,
+        2**63,
+        2**64,
+        10**30,
+        10**400,
+        True,
+    ]
+)
+odd_numbers = extremes | st.sampled_from(
+    [
+        0,
+        -0.0,
+        1,
+        -1,
+        False,
+        0.5,
+        2,
+        100,
+        101,
+        127,
+        128,
+        129,
+        1e-5,
+        1e38,
+        2**31 - 1,
+        -(2**31),
+        2**32,
+        2**53 + 1,
+        2**63 - 1,
+        -(2**63),
+        -(2**63) - 1,
+    ]
+)
 numbers = odd_numbers | st.integers(-5, 130) | st.floats(-3, 3)
 scalars = st.none() | st.booleans() | numbers | texts
 anything = st.recursive(
@@ -56,27 +108,52 @@ part = st.fixed_dictionaries({"type": st.just("text"), "text": right})
 parts = right | st.lists(part, min_size=1, max_size=3)
 message = st.fixed_dictionaries({"role": roles, "content": parts})
 BOTH = {
-    "model": st.just(MODEL), "n": st.integers(1, 3), "max_tokens": st.integers(2, 6),
-    "min_tokens": st.integers(0, 2), "max_completion_tokens": st.integers(2, 6),
-    "temperature": st.floats(0, 100), "top_p": st.floats(0, 1, exclude_min=True),
-    "top_k": st.integers(-1, 200), "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(0.01, 100), "presence_penalty": st.floats(-2, 2),
-    "frequency_penalty": st.floats(-2, 2), "seed": st.integers(-(2**63), 2**63 - 1),
-    "stop": right | st.lists(right, max_size=4), "stop_token_ids": ids,
-    "ignore_eos": st.booleans(), "stream": st.booleans(),
+    "model": st.just(MODEL),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(2, 6),
+    "min_tokens": st.integers(0, 2),
+    "max_completion_tokens": st.integers(2, 6),
+    "temperature": st.floats(0, 100),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 200),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0.01, 100),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": right | st.lists(right, max_size=4),
+    "stop_token_ids": ids,
+    "ignore_eos": st.booleans(),
+    "stream": st.booleans(),
     "logit_bias": st.dictionaries(st.integers(0, 127).map(str), st.floats(-100, 100), max_size=4),
-}  # fmt: skip
+}
 several = st.lists(right, min_size=1, max_size=3) | st.lists(ids, min_size=1, max_size=3)
 FORMS = {  # needed, and not
-    TEXT: ({"prompt": right | ids | several},
-           {**BOTH, "echo": st.booleans(), "logprobs": st.integers(0, 20)}),
-    CHAT: ({"messages": st.lists(message, min_size=1, max_size=2)},
-           {**BOTH, "logprobs": st.booleans()}),
+    TEXT: (
+        {"prompt": right | ids | several},
+        {**BOTH, "echo": st.booleans(), "logprobs": st.integers(0, 20)},
+    ),
+    CHAT: (
+        {"messages": st.lists(message, min_size=1, max_size=2)},
+        {**BOTH, "logprobs": st.booleans()},
+    ),
     "/tokenize": ({"prompt": right}, {"return_token_strs": st.booleans()}),
     "/detokenize": ({"tokens": ids}, {"model": st.just(MODEL)}),
-}  # fmt: skip
-NUMBERS = ["n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-           "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"]  # fmt: skip
+}
+NUMBERS = [
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+]
 FIELDS = sorted(READ | NO_MATTER | set(REFUSED) | {"tokens"})
 
 
@@ -117,13 +194,26 @@ def content(draw, path):
     return text.encode("utf-8", "surrogatepass")
 
 
-header = st.sampled_from([
-    ("content-type", "text/plain"), ("content-type", "application/json; charset=utf-16"),
-    ("content-length", "-1"), ("content-length", "9" * 30), ("content-length", "1e3"),
-    ("content-length", "\u00b2"), ("host", "evil.example"), ("host", ""), ("host", "[::1"),
-    ("authorization", "Bearer \xff"), ("sec-fetch-site", "cross-site"), ("expect", "100-continue"),
-    ("transfer-encoding", "gzip"), ("x-long", "a" * 40_000), ("accept", "\x00"), ("cookie", "a=b"),
-])  # fmt: skip
+header = st.sampled_from(
+    [
+        ("content-type", "text/plain"),
+        ("content-type", "application/json; charset=utf-16"),
+        ("content-length", "-1"),
+        ("content-length", "9" * 30),
+        ("content-length", "1e3"),
+        ("content-length", "\u00b2"),
+        ("host", "evil.example"),
+        ("host", ""),
+        ("host", "[::1"),
+        ("authorization", "Bearer \xff"),
+        ("sec-fetch-site", "cross-site"),
+        ("expect", "100-continue"),
+        ("transfer-encoding", "gzip"),
+        ("x-long", "a" * 40_000),
+        ("accept", "\x00"),
+        ("cookie", "a=b"),
+    ]
+)
 
 
 @st.composite
@@ -208,9 +298,12 @@ def test_requests(tiny_path, errors):
             assert llm.engine.idle and llm.engine.pages.used() == 0
             assert service.desk.live == app.live == 0 and errors == []
 
-        fuzzing.rounds(st.lists(request(), min_size=TOGETHER, max_size=TOGETHER),
-                       fuzzing.count(160) // TOGETHER, batch,
-                       lambda: sizes.append(fuzzing.resident()))  # fmt: skip
+        fuzzing.rounds(
+            st.lists(request(), min_size=TOGETHER, max_size=TOGETHER),
+            fuzzing.count(160) // TOGETHER,
+            batch,
+            lambda: sizes.append(fuzzing.resident()),
+        )
     assert sizes[-1] - sizes[min(3, len(sizes) - 1)] < 48, sizes
     assert seen[200] > seen.total() // 10 and seen[400] > seen.total() // 10, seen
     rate = seen.total() / (time.monotonic() - start)
@@ -228,11 +321,26 @@ def test_bytes_that_are_hardly_http(tiny_path, errors):
         b'd\r\n{"prompt":"a\r\n2\r\n"}\r\n0\r\nX: y\r\n\r\n',
         b"GET / HTTP/1.0\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
     ]
-    pieces = st.sampled_from([
-        b"", b"\r\n", b"\r\n\r\n", b" ", b"\0", b"\xff", b"0", b"-1", b"99999999999999999999",
-        b"HTTP/9.9", b"Content-Length: 5\r\n", b"Transfer-Encoding: gzip\r\n", b"a" * 40_000,
-        b": ", b"%00", b"\r\n folded\r\n",
-    ])  # fmt: skip
+    pieces = st.sampled_from(
+        [
+            b"",
+            b"\r\n",
+            b"\r\n\r\n",
+            b" ",
+            b"\0",
+            b"\xff",
+            b"0",
+            b"-1",
+            b"99999999999999999999",
+            b"HTTP/9.9",
+            b"Content-Length: 5\r\n",
+            b"Transfer-Encoding: gzip\r\n",
+            b"a" * 40_000,
+            b": ",
+            b"%00",
+            b"\r\n folded\r\n",
+        ]
+    )
     place = st.floats(0, 1, exclude_max=True)
     change = st.tuples(place, st.integers(0, 12), pieces)
     requests = st.tuples(st.sampled_from(seeds), st.lists(change, max_size=4))

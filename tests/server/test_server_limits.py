@@ -51,8 +51,10 @@ def test_a_client_that_leaves_frees_its_pages(stream, slow):
     start = time.monotonic()
     body = json.dumps({**LONG, "stream": stream, "n": 3}).encode()
     with socket.create_connection(("127.0.0.1", int(slow.url.rsplit(":", 1)[1]))) as raw:
-        raw.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-                    % (TEXT.encode(), len(body), body))  # fmt: skip
+        raw.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (TEXT.encode(), len(body), body)
+        )
         wait_for(lambda: slow.llm.engine.pages.used() > 0)
         assert slow.desk.live == 3
         if stream:
@@ -67,8 +69,10 @@ def test_a_client_that_reads_nothing_holds_nobody_up(server):
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         raw.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        raw.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-                    % (TEXT.encode(), len(body), body))  # fmt: skip
+        raw.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (TEXT.encode(), len(body), body)
+        )
         wait_for(lambda: not server.llm.engine.idle)
         with server.http() as http:
             assert http.post(TEXT, json={**LONG, "max_tokens": 5}).status_code == 200
@@ -85,8 +89,12 @@ def test_a_full_queue_says_so(tiny_path):
     with served(tiny_path, max_num_seqs=2, max_queue=1) as made, made.http() as http:
         made.llm.engine.step = slowed(made.llm.engine.step)
         found = []
-        three = [threading.Thread(target=lambda: found.append(
-            httpx.post(made.url + TEXT, json=LONG, timeout=60))) for _ in range(3)]  # fmt: skip
+        three = [
+            threading.Thread(
+                target=lambda: found.append(httpx.post(made.url + TEXT, json=LONG, timeout=60))
+            )
+            for _ in range(3)
+        ]
         for thread in three:
             thread.start()
         wait_for(lambda: made.desk.live == 3)
@@ -165,8 +173,9 @@ def test_other_sites_and_names_are_refused(server):
         assert http.get("/stats", headers={"Host": "evil.example"}).status_code == 403
         for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000"):
             assert http.get("/stats", headers={"Host": host}).status_code == 200
-        answer = http.options(TEXT, headers={"Origin": "https://a.example",
-                                             "Access-Control-Request-Method": "POST"})  # fmt: skip
+        answer = http.options(
+            TEXT, headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        )
         assert "access-control-allow-origin" not in answer.headers
 
 
@@ -187,8 +196,9 @@ def test_the_page_is_served_whole_and_strictly(server):
 def test_draining_finishes_what_runs(tiny_path):
     with served(tiny_path, max_num_seqs=2) as made:
         made.llm.engine.step = slowed(made.llm.engine.step)
-        (wanted,) = made.llm.generate("abc", SamplingParams(temperature=0, max_tokens=120,
-                                                            ignore_eos=True))  # fmt: skip
+        (wanted,) = made.llm.generate(
+            "abc", SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+        )
         found = []
         running = threading.Thread(
             target=lambda: found.append(httpx.post(made.url + TEXT, json=LONG, timeout=60))
@@ -208,8 +218,19 @@ def test_draining_finishes_what_runs(tiny_path):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_command_drains_on_sigterm(signals, tiny_path, tmp_path):
-    command = [sys.executable, "-m", "billfish.cli.app", "serve", str(tiny_path), "--port", "0",
-               "--max-num-seqs", "2", "--served-model-name", MODEL]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "billfish.cli.app",
+        "serve",
+        str(tiny_path),
+        "--port",
+        "0",
+        "--max-num-seqs",
+        "2",
+        "--served-model-name",
+        MODEL,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BILLFISH_API_KEY": "k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         lines = iter(process.stderr.readline, "")

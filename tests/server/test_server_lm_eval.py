@@ -16,9 +16,13 @@ PAIRS = [("the fastest fish", " in the sea"), ("a", "b"), ("0123456789" * 6, "01
 def harness(request, server, tiny_path):
     own = {"tokenizer": str(tiny_path)} if request.param == "huggingface" else {}
     return models.LocalCompletionsAPI(
-        base_url=f"{server.url}/v1/completions", model=MODEL, max_length=128, batch_size=2,
-        tokenizer_backend="auto" if request.param == "remote" else "huggingface", **own,
-    )  # fmt: skip
+        base_url=f"{server.url}/v1/completions",
+        model=MODEL,
+        max_length=128,
+        batch_size=2,
+        tokenizer_backend="auto" if request.param == "remote" else "huggingface",
+        **own,
+    )
 
 
 def ask(kind, arguments):

@@ -100,9 +100,12 @@ def test_pydantic_models_are_parsed(client):
         kind: bool
 
     made = client.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, response_format=Point, max_tokens=600,
+        model=MODEL,
+        messages=MESSAGES,
+        response_format=Point,
+        max_tokens=600,
         logit_bias={"0": 100},
-    )  # fmt: skip
+    )
     assert isinstance(made.choices[0].message.parsed, Point)
 
 
@@ -137,16 +140,24 @@ def test_calls_that_must_come(of, choice, request):
     if choice == "required":
         wanted.add("get_weather")
     for seed in range(2):
-        settings = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "seed": seed,
-                    "parallel_tool_calls": seed == 1, "logit_bias": {"0": 2}}  # fmt: skip
+        settings = {
+            "tools": [WEATHER, CLOCK],
+            "tool_choice": choice,
+            "seed": seed,
+            "parallel_tool_calls": seed == 1,
+            "logit_bias": {"0": 2},
+        }
         made = ask(client, **settings).choices[0]
         assert made.finish_reason == "tool_calls" and made.message.content is None
         calls = made.message.tool_calls
         assert len(calls) == 1 or seed == 1
         for call in calls:
             assert call.function.name in wanted and call.id and call.type == "function"
-            schema = WEATHER["function"]["parameters"] if call.function.name != "clock" else {
-                "type": "object", "maxProperties": 0}  # fmt: skip
+            schema = (
+                WEATHER["function"]["parameters"]
+                if call.function.name != "clock"
+                else {"type": "object", "maxProperties": 0}
+            )
             jsonschema.validate(json.loads(call.function.arguments), schema)
         if seed == 0:
             continue
@@ -165,8 +176,11 @@ def test_calls_that_must_come(of, choice, request):
 
 def test_a_conversation_with_calls(either):
     client, model = openai_client(either), either
-    call = {"id": "call_1", "type": "function",
-            "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}  # fmt: skip
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "clock", "arguments": '{"zone": "UTC"}'},
+    }
     messages = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -205,36 +219,73 @@ WRONG = [
     ({"tools": [CLOCK, CLOCK]}, "tools"),
     ({"tools": {}, "tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice"),
-    ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-     "tool_choice"),
+    (
+        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+    ),
     ({"tools": [CLOCK], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
-      "tool_choice": "required"}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
-     "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
-        "enum": ["a" * 140_000]}}}], "tool_choice": "required", "max_tokens": 1}, "tools"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
-     "response_format"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
+        "tools[0].function",
+    ),
+    (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"enum": ["a" * 140_000]}},
+                }
+            ],
+            "tool_choice": "required",
+            "max_tokens": 1,
+        },
+        "tools",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
+        "response_format",
+    ),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
-     "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {
-        "name": "a", "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"json_schema": {"schema": {}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": []}}, "response_format"),
     ({"response_format": 5}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "fish"}}}},
-     "response_format"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"},
-     "response_format, guided_regex"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "fish"}}}},
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "response_format, guided_regex",
+    ),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("body", "param"), WRONG, ids=lambda value: str(value)[:60])
@@ -253,8 +304,11 @@ def test_hostile_schemas_are_refused_while_others_are_served(model):
     answer = post(model, CHAT, {"messages": MESSAGES, "response_format": form})
     assert answer.status_code == 400 and "too much time" in answer.json()["error"]["message"]
     assert post(model, TEXT, {"prompt": "a", "guided_regex": "ab"}).json()["choices"][0]["text"]
-    slow = post(model, TEXT, {"prompt": "a", "guided_regex": "(a|aa|aaa|b)*c{100000}", "seed": 1,
-                              "max_tokens": 200})  # fmt: skip
+    slow = post(
+        model,
+        TEXT,
+        {"prompt": "a", "guided_regex": "(a|aa|aaa|b)*c{100000}", "seed": 1, "max_tokens": 200},
+    )
     assert slow.status_code == 400 and "complex" in slow.json()["error"]["message"]
 
 
@@ -268,27 +322,50 @@ def test_stops_that_are_shown_and_embeddings_that_are_not(client, model):
 
 
 CALLS = [
-    ("hermes", 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "}<x"}}\n</tool_call>',
-     "Well.\n", [("f", '{"a": "}<x"}')]),
-    ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>\n{"name": "g", '
-     '"arguments": {"b": [1, {"c": 2}]}}\n</tool_call>', "",
-     [("f", "{}"), ("g", '{"b": [1, {"c": 2}]}')]),
-    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "",
-     [("f", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
-     [("f", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut \\', "",
-     [("f", '{"a": "cut \\')]),
+    (
+        "hermes",
+        'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "}<x"}}\n</tool_call>',
+        "Well.\n",
+        [("f", '{"a": "}<x"}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>\n{"name": "g", '
+        '"arguments": {"b": [1, {"c": 2}]}}\n</tool_call>',
+        "",
+        [("f", "{}"), ("g", '{"b": [1, {"c": 2}]}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut \\', "", [("f", '{"a": "cut \\')]),
     ("hermes", "a <tool_call> is a tag", "a <tool_call> is a tag", []),
     ("hermes", "no call <tool", "no call <tool", []),
     ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
-    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", '
-     '"parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
     ("llama3_json", '{"answer": 5}', '{"answer": 5}', []),
     ("llama3_json", "text {", "text {", []),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": '
-     "{}}]", "", [("f", '{"a": "]"}'), ("g", "{}")]),
-]  # fmt: skip
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": "]"}'), ("g", "{}")],
+    ),
+]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
@@ -308,8 +385,21 @@ def test_calls_are_read_as_they_grow(form, text, content, calls):
 
 def test_no_text_breaks_the_reader():
     draw = random.Random(0)
-    pieces = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{", "}", '"', "\\",
-              "[", "[TOOL_CALLS]", "<|python_tag|>", " ", "a", ","]  # fmt: skip
+    pieces = [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f", "arguments": ',
+        "{",
+        "}",
+        '"',
+        "\\",
+        "[",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        " ",
+        "a",
+        ",",
+    ]
     for _ in range(3000):
         text = "".join(draw.choices(pieces, k=draw.randint(0, 12)))
         for form in FORMATS.values():
@@ -317,8 +407,10 @@ def test_no_text_breaks_the_reader():
             assert len(plain) + sum(len(one.arguments) for one in calls) <= 2 * len(text)
 
 
-@pytest.mark.parametrize(("template", "form"), [(HERMES, "hermes"), (LLAMA, "llama3_json"),
-                                                (MISTRAL, "mistral"), (PLAIN, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [(HERMES, "hermes"), (LLAMA, "llama3_json"), (MISTRAL, "mistral"), (PLAIN, None)],
+)
 @pytest.mark.parametrize("special", [(), ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")])
 def test_every_format_has_a_grammar_that_its_reader_reads(template, form, special):
     assert getattr(recognise(template), "name", None) == form
@@ -328,8 +420,11 @@ def test_every_format_has_a_grammar_that_its_reader_reads(template, form, specia
     call = '{"name": "%s", "%s": %s}'
     one = call % ("get_weather", box.format.arguments, '{"city": "Rome", "unit": "c"}')
     two = call % ("clock", box.format.arguments, "{}")
-    texts = {"hermes": f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>",
-             "llama3_json": one, "mistral": f"[TOOL_CALLS][{one}, {two}]"}  # fmt: skip
+    texts = {
+        "hermes": f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>",
+        "llama3_json": one,
+        "mistral": f"[TOOL_CALLS][{one}, {two}]",
+    }
     text = texts[box.format.name]
     strict = {**CLOCK, "function": {**CLOCK["function"], "strict": True}}
     for choice, said in (("required", text), ("auto", text), ("auto", "Hello.")):

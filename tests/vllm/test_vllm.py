@@ -159,8 +159,11 @@ def vllms(directory: Path, prompts: list[list[int]], tensor_parallel: int) -> An
     arguments = [str(directory), str(tensor_parallel), json.dumps(prompts), str(NEW)]
     done = subprocess.run(
         [PYTHON, str(worker), *arguments],
-        env=inherited | settings, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        env=inherited | settings,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, f"vLLM failed on {directory}:\n{done.stderr[-6000:]}"
     answer = json.loads(done.stdout.splitlines()[-1])
     return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))

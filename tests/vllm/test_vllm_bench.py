@@ -35,13 +35,39 @@ def test_vllm_bench_serve(backend, tmp_path):
             url = next(line for line in lines if "http://" in line).split()[-1]
             place = "chat/completions" if backend == "openai-chat" else "completions"
             subprocess.run(
-                [PYTHON, "-c", BENCH, "--backend", backend,
-                 "--base-url", url, "--endpoint", f"/v1/{place}", "--model", "tiny",
-                 "--tokenizer", str(path), "--dataset-name", "random", "--random-input-len", "24",
-                 "--random-output-len", "12", "--num-prompts", "20", "--request-rate", "20",
-                 "--ignore-eos", "--save-result", "--result-filename", str(tmp_path / "r.json")],
-                check=True, timeout=600, env={**environment, "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
+                [
+                    PYTHON,
+                    "-c",
+                    BENCH,
+                    "--backend",
+                    backend,
+                    "--base-url",
+                    url,
+                    "--endpoint",
+                    f"/v1/{place}",
+                    "--model",
+                    "tiny",
+                    "--tokenizer",
+                    str(path),
+                    "--dataset-name",
+                    "random",
+                    "--random-input-len",
+                    "24",
+                    "--random-output-len",
+                    "12",
+                    "--num-prompts",
+                    "20",
+                    "--request-rate",
+                    "20",
+                    "--ignore-eos",
+                    "--save-result",
+                    "--result-filename",
+                    str(tmp_path / "r.json"),
+                ],
+                check=True,
+                timeout=600,
+                env={**environment, "HF_HUB_OFFLINE": "1"},
+            )
         finally:
             process.terminate()
     result = json.loads((tmp_path / "r.json").read_text())

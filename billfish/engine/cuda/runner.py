@@ -157,8 +157,16 @@ class GpuRunner:
             if q_norm is None or k_norm is None:
                 fused.store(index, qkv, positions, slots, q)
             else:  # Qwen3
-                fused.store(index, qkv, positions, slots, q, q_norm.weight, k_norm.weight,
-                            q_norm.variance_epsilon)  # fmt: skip
+                fused.store(
+                    index,
+                    qkv,
+                    positions,
+                    slots,
+                    q,
+                    q_norm.weight,
+                    k_norm.weight,
+                    q_norm.variance_epsilon,
+                )
             attend(index, q, mixed)
             delta = attention.o_proj(mixed.flatten(1))
             norm = layer.post_attention_layernorm
@@ -215,11 +223,19 @@ class Prefill:
         # The operator behind torch.nn.attention.varlen, whose own arguments change from release to
         # release. Causal from the last token back, as a chunk needs it.
         out: Tensor = torch.ops.aten._flash_attention_forward(
-            q, self.k, self.v, self.queries, self.keys, *self.most, 0.0, True, False,
+            q,
+            self.k,
+            self.v,
+            self.queries,
+            self.keys,
+            *self.most,
+            0.0,
+            True,
+            False,
             scale=self.shape.scale,
             window_size_left=None if window is None else window - 1,
             window_size_right=None if window is None else 0,
-        )[0]  # fmt: skip
+        )[0]
         return out
 
 

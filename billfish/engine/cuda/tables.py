@@ -191,10 +191,18 @@ class DecodeAttention:
         """q and out are (rows, heads, head_dim); rows that are padding are not written."""
         shape, tables = self.shape, self.tables
         head = tables.columns["heads"][tables.kinds.index(shape.windows[layer]) * ROW :]
-        arguments = (self.pool.records[layer].data_ptr(), q.data_ptr(), out.data_ptr(),
-                     tables.card.data_ptr(), head.data_ptr(), self.parts.data_ptr(),
-                     self.arrived.data_ptr(), shape.kv_heads, shape.heads // shape.kv_heads,
-                     self.scale)  # fmt: skip
+        arguments = (
+            self.pool.records[layer].data_ptr(),
+            q.data_ptr(),
+            out.data_ptr(),
+            tables.card.data_ptr(),
+            head.data_ptr(),
+            self.parts.data_ptr(),
+            self.arrived.data_ptr(),
+            shape.kv_heads,
+            shape.heads // shape.kv_heads,
+            self.scale,
+        )
         blocks = min(tables.cut.blocks, len(q) * shape.kv_heads * self.most_chunks)
         self.kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
 

@@ -73,14 +73,20 @@ class Product:
 
     def __init__(
         self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         strips, self.chunks, planes, self.blocks, width, _ = words.shape
         self.inputs, self.outputs = self.chunks * self.blocks * 8, strips * width
         self.most = max(64, SLICE // self.inputs)  # rows
         numbers = (
-            words.data_ptr(), scales.data_ptr(), middle if zeros is None else zeros.data_ptr(),
-            scales.stride(0), strips, self.chunks, self.blocks, planes - 1,
-        )  # fmt: skip
+            words.data_ptr(),
+            scales.data_ptr(),
+            middle if zeros is None else zeros.data_ptr(),
+            scales.stride(0),
+            strips,
+            self.chunks,
+            self.blocks,
+            planes - 1,
+        )
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self.layer = ctypes.addressof(self.numbers)
         self.kind = (scales.dtype, zeros is not None)

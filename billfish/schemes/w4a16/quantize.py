@@ -32,9 +32,14 @@ class Codes(Solved):
         cut = slice(start, end)
         energy = None if self.energy is None else self.energy[cut]
         return Codes(
-            self.decoded[cut], energy, self.note,
-            self.scheme, self.codes[cut], self.scales[cut], self.zeros[cut],
-        )  # fmt: skip
+            self.decoded[cut],
+            energy,
+            self.note,
+            self.scheme,
+            self.codes[cut],
+            self.scales[cut],
+            self.zeros[cut],
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return self.scheme.pack(self.codes, self.scales, self.zeros)
@@ -107,6 +112,11 @@ def search_fold(
 ) -> Tensor:
     """AWQ's factor of each column, (k,) fp32."""
     return awq.search_fold(
-        weight, statistics.hessian, statistics.magnitude, share, scheme.grid,
-        scheme.group_of(weight.shape[1]), dtype,
-    )  # fmt: skip
+        weight,
+        statistics.hessian,
+        statistics.magnitude,
+        share,
+        scheme.grid,
+        scheme.group_of(weight.shape[1]),
+        dtype,
+    )

@@ -124,9 +124,11 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
         return best
     found = launch(measured[nearest], m, n, k_tiles, record_bytes, gpu)
     # What is best for 512 tokens may give 272 of them tiles that are half empty.
-    wasteful = nearest > m and found is not None and (
-        model_us(best, k_tiles, gpu) < OVERRULES * model_us(found, k_tiles, gpu)
-    )  # fmt: skip
+    wasteful = (
+        nearest > m
+        and found is not None
+        and (model_us(best, k_tiles, gpu) < OVERRULES * model_us(found, k_tiles, gpu))
+    )
     return best if found is None or wasteful else found
 
 

@@ -78,9 +78,23 @@ class Plan:
         if how.sums:
             left = meeting.place(index, how.sums, how.blocks * batch.FLAGS)
             sums, locks = left[0].data_ptr(), left[1].data_ptr()
-        arguments = (records.data_ptr(), rows, 0 if bias is None else bias.data_ptr(),
-                     out.data_ptr(), sums, locks, m, self.n, how.m_tiles, how.n_tiles, self.k_tiles,
-                     how.whole, how.stages, how.early, gated)  # fmt: skip
+        arguments = (
+            records.data_ptr(),
+            rows,
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            sums,
+            locks,
+            m,
+            self.n,
+            how.m_tiles,
+            how.n_tiles,
+            self.k_tiles,
+            how.whole,
+            how.stages,
+            how.early,
+            gated,
+        )
         kernel = self.batches[cut.tokens, cut.bands]
         kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, pdl=True)
 
@@ -92,8 +106,18 @@ class Plan:
         def run(
             x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
         ) -> None:
-            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                         out.data_ptr(), m, n, x_k, k_tiles, how.stages, gated)  # fmt: skip
+            arguments = (
+                records.data_ptr(),
+                x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                m,
+                n,
+                x_k,
+                k_tiles,
+                how.stages,
+                gated,
+            )
             kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
 
         return run
@@ -111,9 +135,18 @@ class Plan:
         ) -> None:
             assert not gated
             workspace, locks = meeting.place(index, gpu(index).sms * sums, gpu(index).sms)
-            arguments = (records.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                         out.data_ptr(), workspace.data_ptr(), locks.data_ptr(), m, n, x_k,
-                         k_tiles)  # fmt: skip
+            arguments = (
+                records.data_ptr(),
+                x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                workspace.data_ptr(),
+                locks.data_ptr(),
+                m,
+                n,
+                x_k,
+                k_tiles,
+            )
             kernel.launch(how.blocks, stripe.THREADS, arguments, smem)
 
         return run
