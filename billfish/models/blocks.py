@@ -5,6 +5,7 @@ The skeleton has real buffers and parameters without storage; `fill` reads one b
 decoder (or encoder) is a list of blocks works. Knows nothing of codes or solvers.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,7 @@ class StreamedModel:
         module = self.model.get_submodule(path)
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
         """Hidden states (batch, length, hidden) that enter block 0, and what else blocks are given,
         for each shape of (batch, length) ids and for the first sequence alone.
@@ -218,9 +219,12 @@ class StreamedModel:
 
         return record
 
-    @torch.inference_mode()
     def run(
-        self, index: int, hidden: Tensor, arguments: "Arguments", block: nn.Module | None = None
+        self,
+        index: int,
+        hidden: Tensor,
+        arguments: "Arguments",
+        block: Callable[..., Any] | None = None,
     ) -> Tensor:
         """Block `index`, or a stand-in for it, on a batch of hidden states."""
         args, kwargs = arguments.get(index, tuple(hidden.shape[:2]), hidden.dtype)

@@ -25,7 +25,7 @@ class FoldSource:
     row_of_column: Tensor  # (k,) int64
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fold_source(
     model: StreamedModel, index: int, group: list[str], probe: Tensor, arguments: Arguments
 ) -> FoldSource | None:

@@ -52,7 +52,22 @@ def gated(module: nn.Module, *names: str) -> GatedOp | None:
 def side_by_side(module: nn.Module, *names: str) -> Product:
     """The same as `joined`, one linear after the other."""
     linears = [getattr(module, name) for name in names]
-    return lambda x: torch.cat([linear(x) for linear in linears], -1)
+
+    def run(x: Tensor) -> Tensor:
+        taken = shared_input(linears, x)
+        return torch.cat([linear(taken) for linear in linears], -1)
+
+    return run
+
+
+def shared_input(linears: list[Any], x: Tensor) -> Any:
+    """What linears of one input multiply, made once where their ops take the same: activations that
+    q, k and v would else quantize three times."""
+    if any(type(linear) is not QuantLinear for linear in linears):
+        return x
+    ops = _ops(linears)
+    takes = {op.takes for op in ops}
+    return ops[0].prepare(x) if len(takes) == 1 and takes != {"x"} else x
 
 
 def _packed(linears: list[QuantLinear]) -> LinearOp | None:

@@ -64,7 +64,7 @@ class QuantLinear(nn.Module):
         for name in self.names:
             setattr(self, name, None)
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n)
+    def forward(self, x: Any) -> Tensor:  # (..., k), or what the op takes -> (..., n)
         if self.op is None:
             self.arrange()
         assert self.op is not None

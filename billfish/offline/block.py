@@ -7,11 +7,12 @@ nothing of files.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.fold import fold_source
@@ -23,6 +24,18 @@ from billfish.solvers.methods import Method
 from billfish.solvers.statistics import Statistics
 
 OnLinear = Callable[[str, Solved], None]
+
+
+@dataclass(frozen=True)
+class Refining:
+    """A block whose linears are solved and not yet settled: what a method's `refine` works with."""
+
+    solved: Mapping[str, Solved]  # linears by path
+    inputs: list[Tensor]  # (batch, length, hidden): what enters it behind quantized blocks
+    targets: list[Tensor]  # what the original block gives behind original ones
+    # The block, with these weights (by path of their linears) in place of its own: gradients flow
+    # into them wherever the caller enables them.
+    run: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,17 +52,43 @@ class BlockJob:
     arguments: Arguments | None = None  # None: no calibration data (rtn)
 
     def solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        """Moves `hidden` behind the block and hands out each linear as it is settled."""
         if self.arguments is None:
             for path in self.paths:
                 self._settle([path], self._weights([path]), None, on_linear)
-        elif self.method.follows_original:
-            self._solve_gptq(hidden, on_linear)
+        elif self.method.refine is not None:
+            self._solve_and_refine(hidden, on_linear)
+        else:
+            self._solve(hidden, on_linear)
+
+    def _solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        if self.method.follows_original:
+            self._solve_in_order(hidden, on_linear)
         else:
             self._solve_together(hidden, on_linear)
 
+    def _solve_and_refine(self, hidden: Hidden, on_linear: OnLinear) -> None:
+        model, block, arguments = self.model, self.model.blocks[self.index], self._arguments()
+        entered, solved = list(hidden.quantized), dict[str, Solved]()
+        self._solve(hidden, solved.__setitem__)
+
+        def run(state: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+            named = {f"{path}.weight": weight for path, weight in weights.items()}
+            call = lambda *args, **kwargs: functional_call(block, named, args, kwargs)  # noqa: E731
+            return model.run(self.index, state, arguments, call)
+
+        refine = self.method.refine
+        assert refine is not None
+        found = refine(Refining(solved, entered, list(hidden.original), run))
+        for path, share in {**solved, **found}.items():
+            self._linear(path).weight.data = share.decoded.to(self._linear(path).weight.dtype)
+            on_linear(path, share)
+        for batch, state in enumerate(entered):
+            hidden.quantized[batch] = model.run(self.index, state, arguments)
+
     # -- GPTQ: groups in the order they run, each seeing the groups before it already quantized
 
-    def _solve_gptq(self, hidden: Hidden, on_linear: OnLinear) -> None:
+    def _solve_in_order(self, hidden: Hidden, on_linear: OnLinear) -> None:
         model, block = self.model, self.model.blocks[self.index]
         found = self._anatomy(hidden)
         settled = {linear.path for linear in model.linears(self.index)} - set(self.paths)

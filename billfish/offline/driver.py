@@ -193,7 +193,7 @@ class Job:
             on_progress(progress)
 
         job = BlockJob(model, index, paths, self.scheme, request.how, self.stored_dtype, arguments)
-        with torch.inference_mode():
+        with torch.no_grad():
             job.solve(hidden, settle)
         tensors = self._block_tensors(index, packed, settled)
         left = hidden.copy()

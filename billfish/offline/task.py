@@ -42,6 +42,11 @@ class Task:
         self.model = StreamedModel(source, self.dtype, self.device)
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
         self.scheme, self.warning = settle(request.scheme, shapes, request.allow_skipped)
+        if request.method not in self.scheme.methods:
+            raise UserError(
+                f"--method {request.method}: scheme {self.scheme.name} is made by "
+                f"{', '.join(self.scheme.methods)}."
+            )
         self.skipped = {
             name: reason for name, _, _, reason in self.linear_fates() if reason is not None
         }

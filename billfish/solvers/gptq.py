@@ -11,7 +11,9 @@ quantized layers before it did to its input. It is worth more than everything el
 (docs/LOG.md, 2026-11-15).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,14 +64,20 @@ class Factor:
     note: str | None
 
     @staticmethod
-    def of(hessian: Tensor) -> "Factor | None":
-        """None when the Hessian cannot be factored."""
+    def of(hessian: Tensor, together: int = 1) -> "Factor | None":
+        """None when the Hessian cannot be factored. `together`: neighbouring columns that a rounder
+        takes at once, and that stay neighbours in the order."""
         # Inputs that are never on: any code does, their weight cannot matter. They get the mean of
         # the others and not 1, which would drown small activations in damping.
         diagonal = hessian.diagonal().clone()
         dead = diagonal == 0
         diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
-        order = torch.argsort(diagonal, descending=True, stable=True)
+        weight = diagonal.view(-1, together).sum(1)
+        order = torch.argsort(weight, descending=True, stable=True)
+        if together > 1:
+            order = (
+                order[:, None] * together + torch.arange(together, device=order.device)
+            ).flatten()
         ordered = hessian[order[:, None], order]
         ordered.diagonal().copy_(diagonal[order])
         found = inverse_factor(ordered)
@@ -91,25 +99,67 @@ def undrift(weight: Tensor, factor: Factor, drift: Tensor) -> Tensor:
     return target if bool(torch.isfinite(target).all()) else weight
 
 
+class Rounder(Protocol):
+    """How the columns of one weight become codes: which grid each has, and whether they are rounded
+    one by one or several together (2:4 chooses two of four)."""
+
+    def __call__(
+        self,
+        block: Tensor,  # (columns, n) fp32, in the order in which they are solved; not kept
+        places: Tensor,  # (columns,) int64: which columns of the weight they are
+        spread: Tensor,  # (columns, columns) fp32, upper triangular: how errors spread
+    ) -> tuple[Tensor, Tensor]:
+        """What is kept of each weight (codes, say), and the errors divided by the diagonal of
+        `spread`; both (columns, n) fp32. The columns behind take up the errors as they come."""
+
+
+class GridRounder:
+    """One column after the other, on a uniform grid with a scale and a zero for each group."""
+
+    def __init__(self, grid: Grid, scale: Tensor, zero: Tensor, k: int) -> None:  # (n, g) each
+        self.levels, self.size = grid.levels, k // scale.shape[1]
+        self.scale, self.zero = scale.T, zero.T
+
+    def __call__(self, block: Tensor, places: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        group = places // self.size
+        return round_columns(block, self.scale[group], self.zero[group], spread, self.levels)
+
+
+@dataclass(frozen=True)
+class GroupRounder:
+    """`width` columns together, by any rule: (width, n) weights and their places -> decoded
+    weights, which are what is kept."""
+
+    width: int
+    nearest: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, block: Tensor, places: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        kept, errors = torch.empty_like(block), torch.empty_like(block)
+        for start in range(0, len(block), self.width):
+            own = slice(start, start + self.width)
+            kept[own] = self.nearest(block[own], places[own])
+            # Column after column, as if each were rounded alone to what was chosen together.
+            factor = spread[own, own].T
+            errors[own] = torch.linalg.solve_triangular(factor, block[own] - kept[own], upper=False)
+            behind = start + self.width
+            block[behind:].addmm_(spread[own, behind:].T, errors[own], alpha=-1.0)
+        return kept, errors
+
+
 def solve(
     weight: Tensor,  # (n, k) fp32; rows are independent, so any slice of them gives the same codes
     factor: Factor,
-    grid: Grid,
-    scale: Tensor,  # (n, g) fp32
-    zero: Tensor,  # (n, g) fp32
+    rounder: Rounder,
 ) -> Tensor:
-    """(n, k) codes as fp32 integers."""
+    """(n, k) fp32: what the rounder keeps of each weight."""
     k, order, upper = weight.shape[1], factor.order, factor.upper
-    group = order // (k // scale.shape[1])
     # Transposed: a column, which is what every step reads and writes, is contiguous.
-    todo, scale, zero = weight.T[order], scale.T, zero.T
-    codes = torch.empty_like(todo)
+    todo = weight.T[order]
+    kept = torch.empty_like(todo)
     for start in range(0, k, BLOCK):
         end = min(start + BLOCK, k)
-        its = group[start:end]
-        rounded, errors = round_columns(
-            todo[start:end], scale[its], zero[its], upper[start:end, start:end], grid.levels
-        )
-        codes[order[start:end]] = rounded
+        places, spread = order[start:end], upper[start:end, start:end]
+        rounded, errors = rounder(todo[start:end], places, spread)
+        kept[places] = rounded
         todo[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1.0)
-    return codes.T
+    return kept.T

@@ -4,8 +4,9 @@ Which of them can make a scheme is the scheme's to say (`Scheme.methods`); how t
 is offline/block.py's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,11 @@ class Method:
     needs_data: bool
     # Beside the inputs behind quantized layers it sees the original model's, group after group.
     follows_original: bool = False
+    error_feedback: bool = False  # columns not yet rounded take up the errors of those that are
     folds: bool = False  # scales of columns, folded into the layer before
+    # Last, before a block is settled: offline/block.py's Refining -> solved linears by path. It may
+    # ask for gradients.
+    refine: Callable[[Any], Mapping[str, Any]] | None = None
     # -- costs, for `plan`
     forwards: float = 0.0  # block forwards of a calibration token
     sums: float = 0.0  # (k, k) products a token: x x^T costs 0.65
@@ -38,7 +43,7 @@ METHODS = {
     method.name: method
     for method in (
         # Both models once, gate and up twice in one.
-        Method("gptq", True, follows_original=True, forwards=2.6, sums=1.65, flops=_gptq_flops),
+        Method("gptq", True, True, True, forwards=2.6, sums=1.65, flops=_gptq_flops),
         Method("awq", True, folds=True, forwards=2.0, sums=0.65, flops=_awq_flops),
         Method("rtn", False),
     )

@@ -16,13 +16,16 @@ REAL = (
     "{{ eos_token }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+DOUBLING = (
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
 HOSTILE = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "longer than",
     "{{ 10 ** (10 ** 9) }}": "longer than",
     "{{ 'a' * 10 ** 10 }}": "it needs more than",
     "{{ '%10000000000d' % 1 }}": "it needs more than",
     "{{ 'a'.center(10 ** 10) }}": "it needs more than",
-    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it needs more than",
+    DOUBLING: "it needs more than",
     "{% for i in range(999) %}{{ 'a' * 9999 }}{% endfor %}": "9989001 characters, of 8388608",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "Recursion",
     "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}": "failed",

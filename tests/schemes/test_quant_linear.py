@@ -79,13 +79,13 @@ def test_linear_forward_and_set_tensors(scheme, n, k):
     op = choose_op(scheme, n, k, torch.device("cpu"))
     y = layer(x)  # arranges by itself
     assert layer.op.name == op.name and op.name in repr(layer)
-    assert torch.equal(y, op(scheme, stored(scheme, n, k))(x) + layer.bias)
+    assert torch.equal(y, op(scheme, stored(scheme, n, k))(x, layer.bias))
     tensors = stored(scheme, n, k)
     scales = scales_of(tensors)
     tensors[scales] = tensors[scales] * 4
     layer.set_tensors(tensors)
     assert layer.op is None
-    assert torch.equal(layer(x), op(scheme, tensors)(x) + layer.bias)
+    assert torch.equal(layer(x), op(scheme, tensors)(x, layer.bias))
     with pytest.raises(KeyError, match=scales):
         layer.set_tensors({name: tensors[name] for name in tensors if name != scales})
 

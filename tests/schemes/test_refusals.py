@@ -19,7 +19,11 @@ from billfish.kernels import jit
 from billfish.schemes.registry import choose_op, ops_of
 from billfish.schemes.w4a16 import W4A16, cpu, kleidiai
 
-QUESTIONS = [(*case, device) for case in CASES for device in DEVICES]
+
+def questions(op):
+    """An op is asked of layers of its own schemes."""
+    own = [case for case in CASES if op in ops_of(case[0])]
+    return [(*case, device) for case in own for device in DEVICES]
 
 
 def no_nvrtc():
@@ -42,11 +46,11 @@ def ask_everything(op):
                     patch.setattr(jit, "version", no_nvrtc)
                     patch.setattr(cpu, "find_spec", lambda name: None)
                     patch.setattr(kleidiai, "works", lambda: False)
-            yield from (op.refuses(*question) for question in QUESTIONS)
+            yield from (op.refuses(*question) for question in questions(op))
 
 
 def reached_returns(op):
-    """Lines of op.refuses that returned a reason for one of QUESTIONS, found by tracing."""
+    """Lines of op.refuses that returned a reason for one of its questions, found by tracing."""
     code, lines = inspect.unwrap(op.refuses).__code__, set()
 
     def watch(frame, event, value):

@@ -8,7 +8,7 @@ from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16 import quantize as methods
 from billfish.schemes.w4a16.quantize import quantize
 from billfish.solvers import gptq
-from billfish.solvers.gptq import Factor, inverse_factor, solve, undrift
+from billfish.solvers.gptq import Factor, GridRounder, GroupRounder, inverse_factor, solve, undrift
 from billfish.solvers.statistics import Statistics
 
 N, K, SIZE = 10, 48, 16
@@ -30,6 +30,10 @@ def problem(grid, seed=0, size=SIZE):
     groups = weight.view(N, -1, size)
     scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), torch.bfloat16)
     return weight, x.T @ x / len(x), scale, zero
+
+
+def on_grid(weight, factor, grid, scale, zero):
+    return solve(weight, factor, GridRounder(grid, scale, zero, weight.shape[1]))
 
 
 def rounded(weight, grid, scale, zero):
@@ -78,7 +82,7 @@ def test_equals_the_textbook(grid, monkeypatch):
     assert not torch.equal(factor.order, torch.arange(K))
     diagonal = hessian.diagonal()[factor.order]
     assert bool((diagonal[:-1] >= diagonal[1:]).all())
-    codes = solve(weight, factor, grid, scale, zero)
+    codes = on_grid(weight, factor, grid, scale, zero)
     assert torch.equal(codes, textbook(weight, hessian, grid, scale, zero))
 
 
@@ -86,7 +90,7 @@ def test_equals_the_textbook(grid, monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 def test_beats_rounding_on_correlated_inputs(grid, seed):
     weight, hessian, scale, zero = problem(grid, seed)
-    codes = solve(weight, Factor.of(hessian), grid, scale, zero)
+    codes = on_grid(weight, Factor.of(hessian), grid, scale, zero)
     assert torch.equal(codes, codes.round())
     assert codes.min() >= 0 and codes.max() <= grid.levels - 1
     plain = loss(weight, rounded(weight, grid, scale, zero), hessian, grid, scale, zero)
@@ -97,7 +101,7 @@ def test_beats_rounding_on_correlated_inputs(grid, seed):
 def test_independent_inputs_leave_nothing_to_compensate(grid):
     weight, hessian, scale, zero = problem(grid)
     diagonal = torch.diag(hessian.diagonal())
-    codes = solve(weight, Factor.of(diagonal), grid, scale, zero)
+    codes = on_grid(weight, Factor.of(diagonal), grid, scale, zero)
     assert torch.equal(codes, rounded(weight, grid, scale, zero))
 
 
@@ -105,24 +109,26 @@ def test_independent_inputs_leave_nothing_to_compensate(grid):
 def test_rows_are_independent(grid):
     weight, hessian, scale, zero = problem(grid)
     factor = Factor.of(hessian)
-    codes = solve(weight, factor, grid, scale, zero)
+    codes = on_grid(weight, factor, grid, scale, zero)
     for rows in (slice(0, 1), slice(3, 7), slice(5, None)):
-        assert torch.equal(solve(weight[rows], factor, grid, scale[rows], zero[rows]), codes[rows])
+        assert torch.equal(
+            on_grid(weight[rows], factor, grid, scale[rows], zero[rows]), codes[rows]
+        )
 
 
 @pytest.mark.parametrize("block", [1, 7, 48, 1000])
 def test_blocks_change_only_the_order_of_sums(block, monkeypatch):
     weight, hessian, scale, zero = problem(Grid(4))
-    codes = solve(weight, Factor.of(hessian), Grid(4), scale, zero)
+    codes = on_grid(weight, Factor.of(hessian), Grid(4), scale, zero)
     monkeypatch.setattr(gptq, "BLOCK", block)
-    assert torch.equal(solve(weight, Factor.of(hessian), Grid(4), scale, zero), codes)
+    assert torch.equal(on_grid(weight, Factor.of(hessian), Grid(4), scale, zero), codes)
 
 
 def test_arguments_are_left_alone():
     weight, hessian, scale, zero = problem(Grid(4))
     hessian[3] = hessian[:, 3] = 0
     before = [tensor.clone() for tensor in (weight, hessian, scale, zero)]
-    solve(weight, Factor.of(hessian), Grid(4), scale, zero)
+    on_grid(weight, Factor.of(hessian), Grid(4), scale, zero)
     undrift(weight, Factor.of(hessian), hessian)
     for tensor, copy in zip((weight, hessian, scale, zero), before, strict=True):
         assert torch.equal(tensor, copy)
@@ -230,8 +236,8 @@ def test_dead_columns_do_not_disturb_the_others(size):
     hessian = x.T @ x / len(x)
     grid, weight = Grid(4), problem(Grid(4))[0]
     scale, zero = grid.fit(weight.amin(-1, True), weight.amax(-1, True), torch.bfloat16)
-    codes = solve(weight, Factor.of(hessian), grid, scale, zero)
-    alone = solve(weight[:, live], Factor.of(hessian[live][:, live]), grid, scale, zero)
+    codes = on_grid(weight, Factor.of(hessian), grid, scale, zero)
+    alone = on_grid(weight[:, live], Factor.of(hessian[live][:, live]), grid, scale, zero)
     assert torch.equal(codes[:, live], alone)
     assert torch.equal(codes[:, ~live], rounded(weight, grid, scale, zero)[:, ~live])
     plain = loss(weight, rounded(weight, grid, scale, zero), hessian, grid, scale, zero)
@@ -242,7 +248,7 @@ def test_all_columns_dead():
     weight, _, scale, zero = problem(Grid(4))
     factor = Factor.of(torch.zeros(K, K))
     assert factor.note is None
-    codes = solve(weight, factor, Grid(4), scale, zero)
+    codes = on_grid(weight, factor, Grid(4), scale, zero)
     assert torch.equal(codes, rounded(weight, Grid(4), scale, zero))
     solved = quantize(W4A16(4, SIZE), weight, known(torch.zeros(K, K)), "gptq", torch.bfloat16)
     plain = quantize(W4A16(4, SIZE), weight, None, "rtn", torch.bfloat16)
@@ -334,3 +340,65 @@ def test_rows_at_a_time_change_nothing(method, monkeypatch):
     parts = quantize(W4A16(4, SIZE, False), weight, statistics, method, torch.bfloat16)
     for name in ("codes", "scales", "zeros", "decoded"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name
+
+
+# --- rounders ------------------------------------------------------------------------------------
+
+
+@every_grid
+def test_any_rule_column_by_column_is_the_grids_own_loop(grid, monkeypatch):
+    """A rule in torch's operators against the compiled loop; ties may fall to either side."""
+    monkeypatch.setattr(gptq, "BLOCK", 16)
+    weight, hessian, scale, zero = problem(grid)
+    factor = Factor.of(hessian)
+
+    def nearest(columns, places):
+        group = places // SIZE
+        return grid.nearest(columns.clone(), scale.T[group], zero.T[group])
+
+    decoded = solve(weight, factor, GroupRounder(1, nearest))
+    codes = on_grid(weight, factor, grid, scale, zero).view(N, -1, SIZE)
+    wanted = grid.decode(codes, scale[..., None], zero[..., None]).view_as(weight)
+    assert (decoded - wanted).abs().max() < 1e-4
+
+
+def two_of_four(columns, places):
+    """The two largest of each four neighbours stay, without rounding."""
+    assert (places == places[0] + torch.arange(4)).all()
+    kept = columns.abs().topk(2, dim=0).indices
+    return torch.zeros_like(columns).scatter(0, kept, columns.gather(0, kept))
+
+
+def test_four_columns_together_are_chosen_with_error_feedback(monkeypatch):
+    monkeypatch.setattr(gptq, "BLOCK", 16)
+    weight, hessian, _, _ = problem(Grid(4))
+    factor = Factor.of(hessian, together=4)
+    assert sorted(factor.order.tolist()) == list(range(K))
+    sparse = solve(weight, factor, GroupRounder(4, two_of_four))
+    assert ((sparse.view(N, -1, 4) != 0).sum(-1) == 2).all()
+    plain = torch.stack([two_of_four(four, torch.arange(4)) for four in weight.T.split(4)])
+    plain = plain.reshape(K, N).T
+
+    def lost(found):
+        error = (weight - found).double()
+        return float(((error @ hessian.double()) * error).sum())
+
+    assert lost(sparse) < 0.7 * lost(plain)
+
+
+def test_errors_of_four_together_spread_as_one_by_one():
+    """With a rule that leaves every column as it is but the first of four, the three others of the
+    group are not touched, and all columns behind take up the error exactly as in width 1."""
+    weight, hessian, _, _ = problem(Grid(4))
+    factor = Factor.of(hessian, together=4)
+
+    def first_to_zero(columns, places):
+        made = columns.clone()
+        made[places % 4 == 0] = 0
+        return made
+
+    upper = factor.upper
+    block = weight.T[factor.order]
+    kept, errors = GroupRounder(4, first_to_zero)(block.clone(), factor.order, upper)
+    first = errors[:4]
+    assert torch.allclose(upper[:4, :4].T @ first, block[:4] - kept[:4], atol=1e-5)

@@ -14,6 +14,7 @@ from billfish.schemes.base import Solved
 from billfish.schemes.w4a16.scheme import W4A16
 from billfish.solvers import awq, gptq
 from billfish.solvers.clip import search_scales
+from billfish.solvers.methods import METHODS, Method
 from billfish.solvers.statistics import Statistics, output_energy
 
 ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights solved at once: 4 MB a temporary on a CPU
@@ -53,51 +54,63 @@ def quantize(
     dtype: torch.dtype,  # of the stored scales
 ) -> Codes:
     k = weight.shape[1]
-    known = statistics if statistics is not None and statistics.tokens else None
-    hessian = None if known is None else known.hessian
-    note = None
-    if hessian is None and method != "rtn":
-        note = "saw no calibration token: rounded to nearest"
-    if hessian is not None and method == "awq" and not bool(torch.isfinite(hessian).all()):
-        note, hessian = "calibration inputs are not finite: rounded to nearest", None
-    factor = gptq.Factor.of(hessian) if hessian is not None and method == "gptq" else None
-    if factor is not None:
-        note = factor.note
-    elif hessian is not None and method == "gptq":
-        note = "Hessian not positive definite at any damping: rounded to nearest"
-        hessian = None
+    known = _usable(statistics, METHODS[method])
     target = weight
-    if factor is not None and known is not None and known.drift is not None:
-        target = gptq.undrift(weight, factor, known.drift)
+    if known.factor is not None and known.drift is not None:
+        target = gptq.undrift(weight, known.factor, known.drift)
     # A few rows at a time: they are independent, and every temporary is as large as its rows.
     pieces = [
-        _rows(scheme, rows, hessian, factor, dtype)
+        _rows(scheme, rows, known, dtype)
         for rows in torch.split(target, max(64, ROW_CODES[weight.device.type] // k))
     ]
     codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    hessian = known.hessian
     energy = None if hessian is None else output_energy(weight, decoded, hessian)
-    return Codes(decoded, energy, note, scheme, codes, scales, zeros)
+    return Codes(decoded, energy, known.note, scheme, codes, scales, zeros)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a solver can use of the calibration; without a Hessian it rounds to nearest."""
+
+    hessian: Tensor | None = None
+    factor: gptq.Factor | None = None
+    drift: Tensor | None = None
+    note: str | None = None
+
+
+def _usable(statistics: Statistics | None, method: Method) -> _Known:
+    if not method.needs_data:
+        return _Known(statistics.hessian if statistics and statistics.tokens else None)
+    if statistics is None or not statistics.tokens:
+        return _Known(note="saw no calibration token: rounded to nearest")
+    hessian = statistics.hessian
+    if not method.error_feedback:
+        if bool(torch.isfinite(hessian).all()):
+            return _Known(hessian)
+        return _Known(note="calibration inputs are not finite: rounded to nearest")
+    factor = gptq.Factor.of(hessian)
+    if factor is None:
+        return _Known(note="Hessian not positive definite at any damping: rounded to nearest")
+    return _Known(hessian, factor, statistics.drift, factor.note)
 
 
 def _rows(
-    scheme: W4A16,
-    target: Tensor,
-    hessian: Tensor | None,
-    factor: gptq.Factor | None,
-    dtype: torch.dtype,
+    scheme: W4A16, target: Tensor, known: _Known, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, zeros and decoded weights of some rows. Without a Hessian, plain rounding."""
     n, k = target.shape
     grid, size = scheme.grid, scheme.group_of(k)
     groups = target.view(n, -1, size)
-    if hessian is None:
+    if known.hessian is None:
         scale, zero = grid.fit(groups.amin(-1), groups.amax(-1), dtype)
     else:
-        scale, zero = search_scales(target, hessian, grid, size, dtype)
-    if factor is None:
+        scale, zero = search_scales(target, known.hessian, grid, size, dtype)
+    if known.factor is None:
         codes = grid.encode(groups, scale[..., None], zero[..., None])
     else:
-        codes = gptq.solve(target, factor, grid, scale, zero).view_as(groups)
+        rounder = gptq.GridRounder(grid, scale, zero, k)
+        codes = gptq.solve(target, known.factor, rounder).view_as(groups)
     decoded = grid.decode(codes, scale[..., None], zero[..., None]).view(n, k)
     byte = torch.uint8
     return codes.view(n, k).to(byte), scale.to(dtype), zero.to(byte), decoded
