@@ -21,26 +21,14 @@ from billfish.errors import UserError
 from billfish.kernels import cpu
 from billfish.schemes.base import Op, Tensors, together, watched
 from billfish.schemes.w4a16 import columns
+from billfish.schemes.w4a16.cpu_words import VECTORS, codes_of, room_bytes, strip_words
 from billfish.schemes.w4a16.scheme import W4A16
 
 SLICE = 2**22  # numbers of x that are split into bytes at once: 8 MB
 ROWS = 64  # n is padded to this: whole tiles of every instruction set
 CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
-# Of outputs in a strip: with one, loads of x are the limit; 4 leave registers for two rows only.
-VECTORS = 2
-BAND = 2  # strips that are decoded at the same time, for AMX: they stay in L2
-MATRIX_ROOM = 64 + 4 * 1024  # bytes: what registers of AMX are, and four of them
 _compiling = threading.Lock()  # LLVM has one context for all threads
-
-
-def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
-    """What the kernel writes to: of each thread, decoded strips for AMX; of all, x as bytes with
-    two numbers a chunk, and so of each where rows are few."""
-    copies = threads if rows < ALONE else 1
-    of_thread = BAND * chunks * blocks * 512 + MATRIX_ROOM
-    return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 
 @cache
@@ -247,21 +235,3 @@ class CpuOp(Op):
         for op in (whole, *ops):
             op._product = None
         return whole
-
-
-def strip_words(codes: Tensor, chunk: int, bits: int, width: int) -> Tensor:
-    """(n, k) uint8 -> words as cpu_kernels has them."""
-    n, k = codes.shape
-    planes = [codes] if bits <= 4 else [codes >> 4, codes & 15]
-    # (strips, width, chunks, blocks, 2, 4) of each plane
-    parts = [plane.view(n // width, width, k // chunk, chunk // 8, 2, 4) for plane in planes]
-    pairs = torch.stack([part[..., 0, :] | part[..., 1, :] << 4 for part in parts], 3)
-    return pairs.permute(0, 2, 3, 4, 1, 5).contiguous()
-
-
-def codes_of(words: Tensor, bits: int) -> Tensor:
-    """The inverse of strip_words."""
-    pairs = words.permute(0, 4, 1, 2, 3, 5)  # (strips, width, chunks, planes, blocks, 4)
-    codes = torch.stack([pairs & 15, pairs >> 4], -2).flatten(-2)
-    codes = codes[:, :, :, 0] if bits <= 4 else codes[:, :, :, 0] << 4 | codes[:, :, :, 1]
-    return codes.reshape(words.shape[0] * words.shape[4], -1)

@@ -37,7 +37,7 @@ from billfish.kernels.llvm import (
     vector,
     write_start,
 )
-from billfish.schemes.w4a16.cpu import ALONE, BAND, MATRIX_ROOM, VECTORS
+from billfish.schemes.w4a16.cpu_words import ALONE, BAND, MATRIX_ROOM, VECTORS
 
 AHEAD = 1024  # bytes: words are asked for before they are needed
 MATRIX = 16  # rows of a register of AMX
@@ -295,7 +295,7 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
 
 def product(kind: Kind) -> Compiled:
     """start(layer, x, y, room, rows, threads): y (rows, outputs) = x (rows, inputs) by the layer.
-    The room is cpu.py's `room_bytes`."""
+    The room is cpu_words.py's `room_bytes`."""
     module = ir.Module()
     split = _write_split(module, kind.x)
     tiles = {rows: _write_tile(module, kind, rows) for rows in kind.isa.rows}
