@@ -1,10 +1,11 @@
-"""Where a scale can be folded: which layer of a block makes the input of some linears, up to a
-factor a channel.
+"""Where a scale or an order of channels can be folded: which layer of a block makes the input of
+some linears, up to a factor a channel, and whether its outputs may change places.
 
 Found by trial, not by a table of architectures: a candidate counts if scaling its outputs down and
 the linears' columns up by powers of two leaves what the block computes as it was. So norm -> q/k/v
 and gate/up, v -> o (shared by the heads of a group) and up -> down are found, and anything behind a
-curved activation is not.
+curved activation is not. Outputs of up and gate may change places together, those of v within a
+head, those of a norm never: its input is the residual stream.
 """
 
 import copy
@@ -56,6 +57,62 @@ def fold_source(
     return None
 
 
+@dataclass(frozen=True)
+class Reordering:
+    """Outputs of the linears `paths` may change places within every `span` of them, if the columns
+    of the linears that read them do the same: for schemes that keep channels of a kind together."""
+
+    source: FoldSource
+    paths: tuple[str, ...]
+    span: int
+
+    def apply(self, block: nn.Module, group: list[str], order: Tensor) -> None:  # (rows,) int64
+        """Output i of `paths` becomes what output order[i] was; the linears `group` follow."""
+        for path in self.paths:
+            for parameter in block.get_submodule(path).parameters():
+                parameter.data = parameter.data[order]
+        row = self.source.row_of_column
+        columns = torch.arange(len(row), device=row.device) + order[row] - row
+        for path in group:
+            weight = block.get_submodule(path).get_parameter("weight")
+            weight.data = weight.data[:, columns]
+
+
+@torch.no_grad()
+def find_reordering(
+    model: StreamedModel,
+    index: int,
+    source: FoldSource,
+    group: list[str],
+    beside: list[str],  # linears that read what the source reads
+    probe: Tensor,
+    arguments: Arguments,
+) -> Reordering | None:
+    block = copy.deepcopy(model.blocks[index]).float()
+    if not isinstance(block.get_submodule(source.path), nn.Linear):
+        return None
+    probe = probe.float()
+    expected = model.run(index, probe, arguments, block)
+    added = (expected - probe).norm().clamp(max=expected.norm())
+    twins = tuple(
+        path
+        for path in beside
+        if path != source.path and _output_channels(block.get_submodule(path)) == source.rows
+    )
+    generator = torch.Generator().manual_seed(0)
+    for span in dict.fromkeys((source.rows, _head(model))):
+        if source.rows % span:
+            continue
+        starts = torch.arange(0, source.rows, span)
+        order = torch.cat([start + torch.randperm(span, generator=generator) for start in starts])
+        for paths in ((source.path,), (source.path, *twins)):
+            trial, found = copy.deepcopy(block), Reordering(source, paths, span)
+            found.apply(trial, group, order.to(model.device))
+            if (model.run(index, probe, arguments, trial) - expected).norm() <= TOLERANCE * added:
+                return found
+    return None
+
+
 def _output_channels(module: nn.Module) -> int | None:
     """Of a layer that could take a scale: a linear, or a norm with one weight a channel."""
     if isinstance(module, nn.Linear):
@@ -72,7 +129,12 @@ def _row_of_column(model: StreamedModel, rows: int, k: int) -> Tensor:
     columns = torch.arange(k, device=model.device)
     if rows == k:
         return columns
-    config = model.model.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head(model)
     row: Tensor = columns // (head * (k // rows)) * head + columns % head
     return row % rows
+
+
+def _head(model: StreamedModel) -> int:
+    config = model.model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)

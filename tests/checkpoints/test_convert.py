@@ -244,7 +244,7 @@ def edit(path, change):
         (lambda t: t.update({f"{DOWN}.qzeros": t[f"{DOWN}.qzeros"] ^ 1}), "every zero must be 8"),
         (
             lambda t: t.update({"lm_head.qweight": t.pop("lm_head.weight")}),
-            "the file holds it packed",
+            "says this layer is not quantized",
         ),
     ],
 )

@@ -145,7 +145,7 @@ def test_eval_writes_report_and_json(models, tmp_path):
     [
         (["quantize", "{source}"], 2, "--output"),
         (["quantize", "{source}", "--output", "x", "--bits", "9"], 2, "--bits"),
-        (["quantize", "{source}", "--output", "x", "--method", "best"], 2, "best"),
+        (["quantize", "{source}", "--output", "x", "--method", "best"], 1, "best"),
         (["frobnicate"], 2, "frobnicate"),
         (["quantize", "/nowhere/at/all", "--output", "x"], 1, "no such directory"),
         (["quantize", "{source}", "--output", "x", "--group-size", "48"], 1, "does not divide"),

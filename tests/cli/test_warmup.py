@@ -43,11 +43,11 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = []
 
-    def programs(scheme, dtype, arch):
-        asked.append((scheme, dtype, arch))
-        return tuple(Program(PROBE, f"billfish::probe<{i}>") for i in (2, 3))
+    def programs(schemes, dtype, arch):
+        asked.extend((scheme, dtype, arch) for scheme in schemes)
+        return [Program(PROBE, f"billfish::probe<{i}>") for i in (2, 3)]
 
-    monkeypatch.setattr(warmup.cuda, "programs", programs)
+    monkeypatch.setattr(warmup, "programs", programs)
     return asked
 
 

@@ -8,7 +8,7 @@ from tiny import ARCHITECTURES, write_checkpoint
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel, find_blocks
-from billfish.models.fold import fold_source
+from billfish.models.fold import find_reordering, fold_source
 from billfish.models.passes import anatomy
 
 CPU = torch.device("cpu")
@@ -103,6 +103,28 @@ def test_scales_fold_only_where_the_block_stays_the_same(tmp_path, architecture,
             source = fold_source(model, 0, group, hidden[0], arguments)
             found = source and source.path.rpartition(".")[2]
             assert found == expected[leaf], (leaf, found)
+
+
+def test_channels_change_places_only_where_the_block_stays_the_same(tmp_path):
+    """Gate and up together, v within its heads (two queries share one), a norm's never."""
+    model = stream(write_checkpoint(tmp_path / "model"))
+    hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
+    model.fill(model.block_prefix(0))
+    groups = anatomy(model, 0, hidden[0], arguments).groups
+    found = {}
+    for group in groups:
+        source = fold_source(model, 0, group, hidden[0], arguments)
+        beside = next((each for each in groups if source.path in each), [])
+        found[group[0].rpartition(".")[2]] = find_reordering(
+            model, 0, source, group, beside, hidden[0], arguments
+        )
+    assert found["q_proj"] is None and found["gate_proj"] is None
+    assert found["o_proj"].paths == ("self_attn.v_proj",) and found["o_proj"].span == 16
+    assert found["down_proj"].paths == ("mlp.up_proj", "mlp.gate_proj")
+    assert found["down_proj"].span == 128
+    expected = model.run(0, hidden[0], arguments)
+    found["down_proj"].apply(model.blocks[0], ["mlp.down_proj"], torch.randperm(128))
+    assert torch.allclose(model.run(0, hidden[0], arguments), expected, atol=1e-5)
 
 
 def test_fused_experts_are_refused_with_a_sentence(tmp_path):

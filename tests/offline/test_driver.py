@@ -306,7 +306,7 @@ def test_errors_name_what_is_wrong_and_write_nothing(tmp_path, llama, text):
         quantize(request(tmp_path / "nowhere", out, text))
     with pytest.raises(UserError, match=r"48 does not divide k = 64.*16, 32, 64"):
         quantize(request(llama, out, text, scheme=W4A16(4, 48)))
-    with pytest.raises(UserError, match="known are rtn, gptq, awq"):
+    with pytest.raises(UserError, match="known are gptq, awq, rtn"):
         request(llama, out, text, method="magic")
     assert not out.exists()
 

@@ -14,6 +14,7 @@ from billfish.offline.costs import Linear, input_groups
 from billfish.offline.driver import Job, quantize
 from billfish.offline.plan import obstacle, parallel_way, plan
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.task import Task
 from billfish.schemes.w4a16 import W4A16
 
 CASES = {
@@ -255,7 +256,7 @@ def test_warnings(dense, tmp_path, monkeypatch):
 
 def test_unfinished_job(dense, tmp_path):
     request = QuantizeRequest(dense, tmp_path / "out", W4A16(4, 32), "rtn")
-    Job(request, Checkpoint(dense)).open(True)
+    Job(Task(request, Checkpoint(dense)), request.output).open(True)
     assert "unfinished job" in plan(request)["warnings"][0]
     with pytest.raises(UserError, match="another way"):
         plan(QuantizeRequest(dense, tmp_path / "out", W4A16(4, 64), "rtn"))
