@@ -228,7 +228,8 @@ def test_linear_moves_between_devices(scheme, dtype):
 WORKER = """
 import torch
 from billfish.kernels import jit
-from billfish.schemes.w4a16 import W4A16, cuda
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda.op import CudaOp
 
 def refuse(program, arch, options=()):
     raise SystemExit(f"programs() does not list {program.name}")
@@ -243,7 +244,7 @@ for bits, group, symmetric in SCHEMES:
             codes = torch.zeros(n, k, dtype=torch.uint8, device="cuda")
             scales = torch.ones(n, groups, dtype=dtype, device="cuda")
             tensors = scheme.pack(codes, scales, codes[:, :groups])
-            op = cuda.CudaOp(scheme, tensors)
+            op = CudaOp(scheme, tensors)
             for m in (1, 9, 17, 65, 300):
                 op(torch.ones(m, k, dtype=dtype, device="cuda"))
 torch.cuda.synchronize()
