@@ -4,9 +4,11 @@ import pytest
 import torch
 from every import same, seeded, stored
 
+from billfish.errors import UserError
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cpu import CpuOp
 from billfish.schemes.w4a16.cuda.op import CudaOp
+from billfish.schemes.w4a16.scheme import Fitted
 
 SHAPES = ((33, 47), (24, 96), (70, 256))
 CASES = [(s, *shape) for s in W4A16.examples() for shape in SHAPES if s.refuses(*shape) is None]
@@ -66,3 +68,31 @@ def test_random_tensors_have_every_code(symmetric):
     assert scheme.codes(tensors).unique().tolist() == list(range(16))
     assert (tensors["weight_scale"] != 0).all()
     assert symmetric or len(scheme.zeros(tensors).unique()) > 8
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({"group_size": 64}, W4A16(4, 64)),
+        ({"bits": "3", "group_size": "-1", "symmetric": "false"}, W4A16(3, -1, False)),
+        ({"symmetric": False}, Fitted(4, False)),
+        ({}, Fitted()),
+    ],
+)
+def test_options_are_values_or_their_text(options, made):
+    assert W4A16.from_options(options) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"bits": "four"}, "bits 'four': is a whole number"),
+        ({"bits": 9}, "2 to 8 bits"),
+        ({"group_size": 0}, "1 or more"),
+        ({"symmetric": "maybe"}, "true or false"),
+        ({"colour": 1}, "has no colour. It has bits, group_size, symmetric"),
+    ],
+)
+def test_options_that_it_refuses(options, told):
+    with pytest.raises(UserError, match=told):
+        W4A16.from_options(options)

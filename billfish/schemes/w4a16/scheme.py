@@ -48,9 +48,10 @@ class W4A16:
             raise UserError(
                 f"scheme {cls.name} has no {', '.join(unknown)}. It has {', '.join(known)}."
             )
-        bits, symmetric = _whole(options, "bits", 4), options.get("symmetric", True)
-        if not isinstance(symmetric, bool):
-            raise UserError(f"symmetric {symmetric!r}: is true or false.")
+        bits, said = _whole(options, "bits", 4), str(options.get("symmetric", True)).lower()
+        if said not in ("true", "false"):
+            raise UserError(f"symmetric {said!r}: is true or false.")
+        symmetric = said == "true"
         if options.get("group_size") is None:
             return Fitted(bits, symmetric)
         return cls(bits, _whole(options, "group_size", 0), symmetric)
