@@ -1,0 +1,304 @@
+"""README's figures are those of docs/bench: every row of its tables, and every number in its
+sentences, is made again from a JSON there and must be in the text."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from billfish.bench.generate import READS
+from billfish.cli.app import app
+from billfish.schemes.base import bits_per_weight
+from billfish.schemes.registry import with_options
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "docs" / "bench"
+README = (ROOT / "README.md").read_text()
+WORDS = " ".join(README.split())  # sentences without their line breaks
+
+
+def load(name):
+    return json.loads((BENCH / name).read_text())
+
+
+def row(*cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(rows):
+    """All of these, one after the other."""
+    told = "\n".join(rows)
+    assert told in README, f"README's table should be:\n{told}"
+
+
+def says(*parts):
+    for part in parts:
+        assert part in WORDS, f"README should say: {part}"
+
+
+def best(value, mine):
+    """In bold what is faster than ours."""
+    return f"**{value:.1f}**" if value < mine else f"{value:.1f}"
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_every_file_that_is_named_exists_and_every_result_is_named():
+    named = set(re.findall(r"docs/[\w./-]+\.\w+", README))
+    assert named and all((ROOT / name).is_file() for name in named)
+    results = {f"docs/bench/{path.name}" for path in BENCH.glob("*.json")}
+    assert results <= named, f"README does not name {results - named}"
+
+
+def test_every_command_exists_with_its_options():
+    top = typer.main.get_command(app)
+    lines = README.replace("\\\n", " ").splitlines()
+    commands = [line.partition("  #")[0].split() for line in lines if line.startswith("billfish ")]
+    assert len(commands) > 10
+    for _, *words in commands:
+        command = top
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_one_roof():
+    assert READS == {"NVIDIA H200": 4.54e12}
+    for name in ("h200-generate-8b.json", "h200-generate-70b.json"):
+        assert load(name)["settings"]["bandwidth"] == READS["NVIDIA H200"]
+    says("the 4.54 TB/s that plain 16-byte reads reach")
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+SMOLLM2 = {
+    "w8 sym": ("GPTQ, 8 bit symmetric", 8, True),
+    "w4 asym": ("GPTQ, 4 bit asymmetric", 4, False),
+    "w4 sym": ("GPTQ, 4 bit symmetric", 4, True),
+    "awq w4 asym": ("AWQ, 4 bit asymmetric", 4, False),
+    "w3 asym": ("GPTQ, 3 bit asymmetric", 3, False),
+}
+
+
+def test_smollm2():
+    told = load("smollm2-accuracy.json")
+    found = {each["label"]: each for each in reversed(told["results"])}  # seed 0 of each
+    assert all(each["seed"] == 0 for each in found.values()) and found.keys() == SMOLLM2.keys()
+    rows = [row("original, fp32 (was Q4_1)", "32", f"{told['original']['test']:.2f}")]
+    for label, (name, bits, symmetric) in SMOLLM2.items():
+        scheme = with_options("w4a16", bits=bits, group_size=64, symmetric=symmetric)
+        true = bits_per_weight(scheme, 1536, 576, torch.bfloat16)
+        rows.append(row(name, f"{true:.2f}", f"{found[label]['eval_test']:.2f}"))
+    table(rows)
+    seeds = [f"{each['test']:.2f}" for each in told["results"] if each["label"] == "w4 sym"]
+    says(f"gave {seeds[0]}, {seeds[1]} and {seeds[2]}", "Q4_1")
+
+
+def test_stories15m():
+    told = load("stories15m.json")
+    methods = {"gptq": "GPTQ", "awq": "AWQ", "rtn": "rounding to nearest"}
+    rows = [row("original, fp32", "32", f"{told['original']['perplexity']:.3f}", "0")]
+    for each in told["results"]:
+        kind = "symmetric" if each["symmetric"] else "asymmetric"
+        rows.append(
+            row(
+                f"{methods[each['method']]}, {each['bits']} bit {kind}",
+                f"{each['true_bits']:.2f}",
+                f"{each['perplexity']['value']:.3f}",
+                f"{each['kl']['value']:.4f}",
+            )
+        )
+    table(rows)
+
+
+def test_cache():
+    told = load("smollm2-kv.json")
+    full = told["results"][0]["perplexity"]
+    names = [
+        "`kv16`",
+        "`kv8`",
+        "`kv4`, calibrated at load",
+        "`kv4`, calibrated by `quantize --kv kv4`",
+        "`kv4-channel`, calibrated by `quantize --kv kv4`",
+    ]
+    rows = [
+        row(name, f"{each['perplexity']:.2f}", f"{each['perplexity'] / full - 1:+.1%}")
+        for name, each in zip(names, told["results"], strict=True)
+    ]
+    table(line.replace("%", " %").replace("+0.0 %", "0") for line in rows)
+
+
+def test_jobs():
+    told = load("smollm2-accuracy.json")["blocks"]
+    names = {
+        "smollm2": "SmolLM2-135M, whole",
+        "llama3-8b": "a block of Llama-3-8B's shapes",
+        "llama3-70b": "a block of Llama-3-70B's shapes",
+    }
+    table(
+        row(name, f"{told[key]['seconds']:.1f}", f"{told[key]['plan']:.1f}")
+        for key, name in names.items()
+    )
+    minutes = [told[f"llama3-{size}b"]["seconds"] * n / 60 for size, n in ((8, 32), (70, 80))]
+    says(f"{minutes[0]:.0f} and {minutes[1]:.0f} minutes")
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def test_products():
+    result, peers = load("h200-w4a16.json"), load("peers.json")
+    fastest = {(each["k"], each["n"], each["m"]): each for each in peers["times"]}
+    layers, wins, ahead, clocks = {}, 0, 0, []
+    for point in result["points"]:
+        place = (point["k"], point["n"], point["m"])
+        us, cublas = point["us"]["pdl"]["median"], point["cublas_us"]["median"]
+        layers.setdefault(place[:2], []).append((point, us, cublas, fastest[place]["us"]))
+        wins, ahead = wins + (us < cublas), ahead + (us < fastest[place]["us"])
+        clocks.append(cublas / fastest[place]["cublas_us"])
+    rows = []
+    for (k, n), points in layers.items():
+        rows.append(row(f"{k} x {n}", "Billfish", *(f"{us:.1f}" for _, us, _, _ in points)))
+        rows.append(row("", "cuBLAS fp16", *(best(c, us) for _, us, c, _ in points)))
+        rows.append(row("", "public", *(best(other, us) for _, us, _, other in points)))
+    table(rows)
+    count = len(result["points"])
+    single = [points[0] for points in layers.values()]  # m = 1
+    faster = [cublas / us for _, us, cublas, _ in single]
+    share = [100 * point["bytes"] / us * 1e6 / READS["NVIDIA H200"] for point, us, _, _ in single]
+    slow = [(point["m"], us / cublas) for of in layers.values() for point, us, cublas, _ in of]
+    slow = [(m, ratio) for m, ratio in slow if ratio >= 1]
+    says(
+        f"At the other {len(slow)}, all from {min(slow)[0]} tokens on",
+        f"slower by up to {100 * max(ratio for _, ratio in slow) - 100:.0f} %",
+        f"faster than cuBLAS with fp16 weights at {wins} of the {count} points",
+        f"{min(faster):.1f} to {max(faster):.1f} times for one token",
+        f"faster than the fastest public kernel at {ahead} of {count}",
+        f"{min(clocks):.2f} to {max(clocks):.2f} times",
+        f"{min(share):.0f} to {max(share):.0f} %",
+    )
+
+
+def test_chains():
+    names = {"llama3-8b": "8B", "llama3-70b": "70B"}
+    rows = []
+    for key, name in names.items():
+        chains = [each for each in load("h200-w4a16.json")["chains"] if each["sets"] == [key]]
+        whole = [each["us"]["pdl"]["median"] for each in chains]
+        parts = [each["parts_us"]["pdl"] for each in chains]
+        cublas = [each["cublas_parts_us"] for each in chains]
+        rows.append(row(name, "one after the other", *(f"{us:.1f}" for us in whole)))
+        rows.append(row("", "sum of the four", *map(best, parts, whole)))
+        rows.append(row("", "sum of cuBLAS's four", *map(best, cublas, whole)))
+    table(rows)
+
+
+def test_a_minute_of_load():
+    told = load("h200-w4a16-sustain.json")
+    for point in told["points"]:
+        first, last = point["samples"][0]["us"], point["samples"][-1]["us"]
+        says(f"m = {point['m']} {first:.1f} us in the first second and {last:.1f} in the last")
+    assert {len(point["samples"]) for point in told["points"]} == {50}
+
+
+# --- engine and server ---------------------------------------------------------------------------
+
+
+def test_generation():
+    rows = []
+    for name in ("8b", "70b"):
+        for variant in load(f"h200-generate-{name}.json")["variants"]:
+            weights, kv = variant["variant"].split("+")
+            cells = []
+            for point in variant["points"]:
+                faster = f", {point['decode_tokens_per_s_ratio']:.2f}x"
+                share = f"{100 * point['roofline']:.0f} %"
+                more = faster if name == "8b" and weights != "fp16" else ""
+                cells.append(f"{point['decode_tokens_per_s']:.0f} ({share}){more}")
+            rows.append(row(name.upper(), weights, kv, *cells))
+    table(rows)
+
+
+def test_long_prompts():
+    results = load("h200-generate-8b-long.json")["results"]
+    rows = []
+    for each in results:
+        ratio = each["tokens_per_s"] / results[0]["tokens_per_s"]
+        told = f"**{ratio:.2f}x**" if ratio < 1 else f"{ratio:.2f}x"
+        cells = (*each["variant"].split("+"), str(each["batch"]), f"{each['tokens_per_s']}", told)
+        rows.append(row(*cells))
+    table(rows)
+
+
+def test_server():
+    rows = []
+    for server in load("h200-serve-8b.json")["servers"]:
+        alone, points = server["alone"], server["points"]
+        assert not any(point["failed"] for point in points)
+        rows.append(
+            row(
+                *server["variant"].split("+"),
+                f"{alone['engine_tokens_per_s']:.0f}",
+                f"{alone['http_tokens_per_s']:.0f}",
+                *(f"{point['tpot_ms']['p50']:.2f}" for point in points),
+            )
+        )
+    table(rows)
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def listed(values, form="{:.1f}"):
+    return ", ".join(form.format(value) for value in values) or "-"
+
+
+def cpu_rows(told, name, runs, dense, packed):
+    """`runs` of bench.generation; `dense` and `packed` name the engine's."""
+
+    def engine(kind):
+        found = [run for run in told["engine"]["runs"] if kind in run.values()]
+        return [
+            listed(run["tokens_per_second"] for run in found if run["batch"] == batch)
+            for batch in (1, 8)
+        ]
+
+    def decoded(model):
+        return listed(run["decode_tokens_per_second"][model] for run in runs)
+
+    prefill = listed((run["prefill_ratio"] for run in runs), "{:.2f}x")
+    yield row(name, "dense", "1", decoded("original"), *engine(dense))
+    yield row("", "w4a16", prefill, decoded("packed"), *engine(packed))
+
+
+def test_cpu():
+    amx, vnni = load("cpu-amx.json"), load("cpu-avx512.json")
+    now = [run for run in amx["generation"]["runs"] if run["code"] == "now"]
+    one, fp32 = vnni["generation"], "dense, stored and computed in fp32"
+    table(
+        [
+            *cpu_rows(amx, "AMX, bf16", now, "now, dense bf16", "now"),
+            *cpu_rows(vnni, "AVX512 with VNNI, fp32", [one], fp32, "w4a16"),
+        ]
+    )
+    points = amx["products"]["points"]
+    lost = [point for point in points if point["us"] > point["us_dense_bf16"]]
+    worst = max(point["us"] / point["us_dense_bf16"] for point in lost)
+    says(
+        f"at {len(lost)} of {len(points)} sizes",
+        f"from {min(point['m'] for point in lost)} rows on",
+        f"by up to {100 * worst - 100:.0f} %",
+        f"{one['weights_over_bf16']:.2f} of the memory",
+    )
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.glob("*.json")), ids=lambda path: path.name)
+def test_every_result_says_when_and_how(path):
+    text = path.read_text()
+    assert '"date"' in text
+    assert any(f'"{key}"' in text for key in ("command", "quantize", "measured"))
