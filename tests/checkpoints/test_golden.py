@@ -1,5 +1,5 @@
 """Golden bytes: what format version 1 writes for fixed numbers, by sha256, and what docs/FORMAT.md
-says of slices and versions. `python tests/models/test_golden.py` writes golden.json anew."""
+says of slices and versions. `python tests/checkpoints/test_golden.py` writes golden.json anew."""
 
 import hashlib
 import json
@@ -13,6 +13,7 @@ import torch
 from foreign_fixtures import marlin_tensors
 
 from billfish.checkpoints.dialects import read_dialect
+from billfish.checkpoints.own import Own
 from billfish.checkpoints.write import MANIFEST, finish, shard_name, write_shard
 from billfish.formats import layout
 from billfish.schemes.w4a16 import W4A16
@@ -25,7 +26,7 @@ FORMAT = Path(__file__).parents[2] / "docs" / "FORMAT.md"
 CHANGED = (
     "these bytes are no longer those of format version 1: files written before would be read as "
     "something else, or the other way round. Undo the change; or, if it is meant, raise the "
-    "version in docs/FORMAT.md and in the manifest, and write tests/models/golden.json anew."
+    "version in docs/FORMAT.md and in the manifest, and write golden.json anew."
 )
 
 
@@ -155,11 +156,19 @@ def test_one_version_everywhere(tmp_path):
     assert said is not None and int(said[1]) == version
 
 
-def test_the_config_of_the_page_is_a_real_one():
-    (example,) = re.findall(r"```json\n(.*?)```", FORMAT.read_text(encoding="utf8"), re.DOTALL)
-    scheme = W4A16(4, 32, symmetric=False)
-    assert json.loads(example) == CompressedTensors.config_of_all(scheme, ["lm_head"])
-    assert list(json.loads(example)) == list(CompressedTensors.config_of_all(scheme, ["lm_head"]))
+def test_the_configs_of_the_page_are_real_ones():
+    examples = re.findall(r"```json\n(.*?)```", FORMAT.read_text(encoding="utf8"), re.DOTALL)
+    mixed = {name: W4A16(4, 64) for name in "abc"} | {"model.layers.0.mlp.down_proj": W4A16(8, 64)}
+    written = [
+        CompressedTensors.config_of_all(W4A16(4, 32, symmetric=False), ["lm_head"]),
+        Own.config(mixed, ["lm_head"]),
+    ]
+    assert [json.loads(example) for example in examples] == written
+    for example, config in zip(examples, written, strict=True):
+        assert list(json.loads(example)) == list(config)
+        assert read_dialect(config).scheme("lm_head") is None
+    own = read_dialect(written[1])
+    assert {name: own.scheme(name) for name in mixed} == mixed
 
 
 # --- words, as docs/FORMAT.md draws them ---------------------------------------------------------
