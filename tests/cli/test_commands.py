@@ -10,7 +10,7 @@ import cpp_compiler
 import pytest
 from demo import DEMO
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_nothing_takes_the_demo_for_code():
