@@ -1,4 +1,4 @@
-"""Ways to break a checkpoint, one thing each: for tests/models/test_hostile.py and for fuzzing.
+"""Ways to break a checkpoint, one thing each: for test_hostile.py and for fuzzing.
 
     DAMAGES[name](folder, random.Random(seed)) -> str
 
