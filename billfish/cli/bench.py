@@ -114,7 +114,7 @@ def tune(
 ) -> None:
     """Search the fastest tile configuration of w4a16's batch kernel, by linear and batch size.
 
-    Made the table that comes with Billfish; to use another, replace that file
+    The table that comes with Billfish was made by it; to use another, replace that file
     (schemes/w4a16/cuda/tuned.json).
     """
     from billfish.bench import tune as search

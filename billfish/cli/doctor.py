@@ -1,8 +1,8 @@
 """What this machine can do for Billfish, and what to do about what it cannot: `billfish doctor`.
 
 A problem is something that will not work, and always comes with a fix; a note is something that
-could be faster, is untested or is optional. Nothing is written or installed, and no package is
-imported only to read its version. One tiny kernel is compiled, in memory.
+could be faster, is untested or is not there yet. Only looks: nothing is written or installed, and
+no package is imported for its version alone. One tiny kernel is compiled, in memory.
 """
 
 import importlib
@@ -34,7 +34,7 @@ CPUINFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 PROBE = jit.Program(Path(jit.__file__).parent / "probe.cuh", "billfish::probe<3>")
-LITTLE_DISK = 10**9  # bytes: with less, compiled kernels may not fit
+LITTLE_DISK = 10**9  # bytes: less than this and a cache of kernels may not fit
 
 Version = tuple[int, ...]
 
@@ -266,7 +266,7 @@ def nvrtc() -> Finding:
 
 
 def kernels() -> Finding:
-    """Compiles the smallest kernel and, if there is a GPU, runs it and checks its numbers."""
+    """Compiles the smallest kernel and, if there is a GPU, runs it and looks at the numbers."""
     here = torch.cuda.is_available()
     arch = gpu_of().arch if here else "sm_90a"
     begin = time.perf_counter()

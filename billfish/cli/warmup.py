@@ -25,7 +25,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 def warmup(
     model: Path,
-    arch: str | None = None,  # None: the GPU's that is here
+    arch: str | None = None,  # None: that of the GPU here
     dtype: str = "auto",  # of the activations
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def schemes_of(checkpoint: Checkpoint) -> Counter[Scheme]:
 
 
 def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    """The activations': config.json's, else that of the first 16-bit tensor."""
+    """Of activations: config.json's, else that of the first 16-bit tensor."""
     said = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     stored = (entry.dtype for entry in checkpoint.entries.values())
     found = next((dtype for dtype in stored if dtype in DTYPES.values()), torch.bfloat16)

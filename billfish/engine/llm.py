@@ -4,7 +4,7 @@
     llm.generate(["What is a billfish?"], billfish.SamplingParams(temperature=0))
 
 One thread owns the engine and steps it while there is work; callers put requests into its queue and
-read what it notifies them of, from threads (`generate`, `iterate`) or coroutines (`stream`).
+read what it notifies them of, from threads (`generate`) or coroutines (`stream`).
 """
 
 import asyncio

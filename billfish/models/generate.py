@@ -50,16 +50,14 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 
 def tokens(model: Any, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-    """As transformers' generate draws them, in a thread of its own."""
+    """Yields token ids as transformers' generate, in a thread of its own, draws them."""
     ids = torch.tensor([prompt], device=model.device)
     choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature > 0:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         choice = {"do_sample": True, **drawn}
     news: SimpleQueue[Any] = SimpleQueue()  # the prompt, tokens, and None or an error at the end
-    streamer = SimpleNamespace(
-        put=lambda drawn: news.put(drawn.tolist()), end=lambda: news.put(None)
-    )
+    streamer = SimpleNamespace(put=lambda ids: news.put(ids.tolist()), end=lambda: news.put(None))
 
     def work() -> None:
         try:
