@@ -19,11 +19,12 @@ import torch
 import billfish  # noqa: F401  registers packed loading with transformers
 from billfish.checkpoints.read import resolve
 from billfish.cli import show
+from billfish.engine.single import generate
 from billfish.errors import UserError
 from billfish.evaluate.report import write_report
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.models.compute import cpu_type
-from billfish.models.generate import Sampling, generate
+from billfish.models.generate import Sampling
 from billfish.models.load import load
 from billfish.offline.driver import REPORT, quantize
 from billfish.offline.request import QuantizeRequest

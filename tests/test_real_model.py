@@ -9,9 +9,10 @@ from demo import smollm2
 
 from billfish import LLM, SamplingParams
 from billfish.checkpoints.verify import verify
+from billfish.engine.single import generate
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.models.compute import cpu_type
-from billfish.models.generate import Sampling, generate
+from billfish.models.generate import Sampling
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 from billfish.offline.driver import quantize

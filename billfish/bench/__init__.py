@@ -1,1 +1,1 @@
-"""Measurements: generation and kernels now, serving when it exists."""
+"""Measurements: kernels, generation and serving."""

@@ -1,17 +1,17 @@
-"""Prefill and decode of a packed model against its original, in one process, interleaved.
+"""Prefill and decode of a packed model against its original, both in transformers.
 
     python -m billfish.bench.generation PACKED ORIGINAL [PROMPT_TOKENS [NEW_TOKENS [ROUNDS]]]
                                         [--dtype float32]
 
-Both run through transformers, in one type: that in which this CPU computes. Machines are shared
-and noisy, so a claim about speed is a ratio of medians of one run; the JSON has every round.
+This is the speed of AutoModelForCausalLM on a CPU; `billfish bench generate` measures the engine.
+Both models run in one process, in turns and in one dtype. Machines are shared and noisy, so a
+speed-up is a ratio of two medians of one run; the JSON has every round.
 """
 
 import argparse
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,24 +22,16 @@ from billfish.models.linear import QuantLinear
 from billfish.models.load import load_model
 
 
-@dataclass
-class Rounds:
-    prefill_seconds: list[float] = field(default_factory=list)
-    decode_seconds: list[float] = field(default_factory=list)  # a token, the round's median
-
-
 @torch.inference_mode()
-def one_round(model: Any, prompt: torch.Tensor, new_tokens: int, into: Rounds) -> None:
-    started = time.perf_counter()
-    output = model(prompt, use_cache=True, logits_to_keep=1)
-    into.prefill_seconds.append(time.perf_counter() - started)
-    token, times = output.logits[:, -1:].argmax(-1), []
-    for _ in range(new_tokens):
+def one_round(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+    """Seconds of prefill, and the median of those of a decode step."""
+    step, cache, times = prompt, None, []
+    for _ in range(new_tokens + 1):
         started = time.perf_counter()
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
-        token = output.logits[:, -1:].argmax(-1)
+        output = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        step, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
         times.append(time.perf_counter() - started)
-    into.decode_seconds.append(statistics.median(times))
+    return times[0], statistics.median(times[1:])
 
 
 def compare(
@@ -50,39 +42,33 @@ def compare(
     rounds: int = 7,
     dtype: str = "auto",
 ) -> dict[str, Any]:
-    """Medians, ratios (above 1: the packed model is faster) and every round."""
+    """Ratios of medians (above 1: the packed model is faster) and every round."""
     chosen = compute_dtype(stored_dtype(packed), "cpu", dtype)
-    models = {
-        name: load_model(path, chosen)
-        for name, path in (("original", original), ("packed", packed))
-    }
+    models = {"original": load_model(original, chosen), "packed": load_model(packed, chosen)}
     size = models["original"].config.vocab_size
     prompt = torch.randint(0, size, (1, prompt_tokens), generator=torch.Generator().manual_seed(0))
-    measured = {name: Rounds() for name in models}
-    for index in range(rounds + 1):
-        for name, model in models.items():
-            into = Rounds() if index == 0 else measured[name]  # the first round warms up
-            one_round(model, prompt, new_tokens, into)
+    turns = [
+        {name: one_round(model, prompt, new_tokens) for name, model in models.items()}
+        for _ in range(rounds + 1)
+    ][1:]  # the first one warms up
+    prefill, decode = ({name: [turn[name][i] for turn in turns] for name in models} for i in (0, 1))
+    step = {name: statistics.median(times) for name, times in decode.items()}
     layers = [m for m in models["packed"].modules() if isinstance(m, QuantLinear)]
     dense = sum(2 * m.in_features * m.out_features for m in layers)
-    medians = {
-        name: {key: statistics.median(values) for key, values in asdict(found).items()}
-        for name, found in measured.items()
-    }
-    ratio = {
-        key: medians["original"][key] / medians["packed"][key]
-        for key in ("prefill_seconds", "decode_seconds")
-    }
     return {
-        "prefill_ratio": ratio["prefill_seconds"],
-        "decode_ratio": ratio["decode_seconds"],
-        "decode_tokens_per_second": {n: 1 / m["decode_seconds"] for n, m in medians.items()},
+        "prefill_ratio": statistics.median(prefill["original"])
+        / statistics.median(prefill["packed"]),
+        "decode_ratio": step["original"] / step["packed"],
+        "decode_tokens_per_second": {name: 1 / seconds for name, seconds in step.items()},
         "weights_over_bf16": sum(m.nbytes() for m in layers) / dense,
         "dtype": name_of(chosen),
         "prompt_tokens": prompt_tokens,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "rounds": {name: asdict(found) for name, found in measured.items()},
+        "rounds": {
+            name: {"prefill_seconds": prefill[name], "decode_seconds": decode[name]}
+            for name in models
+        },
     }
 
 

@@ -1,1 +1,1 @@
-"""The command line. `app` puts the groups of commands together."""
+"""The command line: one file per group of commands, which `app` registers."""

@@ -1,39 +1,24 @@
 """`billfish bench`: arguments in, one measurement, and its result as a table, JSON and pictures.
 
-Nothing is computed here. Whatever can be wrong is said before anything is measured: arguments,
-places to write, matplotlib, the GPU. Rooms are imported by the command that needs them.
+Nothing is computed here. Arguments, output paths, matplotlib and the GPU are checked before
+anything is measured.
 """
 
 import json
 import math
 import os
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from billfish.cli import show, show_bench
+from billfish.cli.options import Device, Dtype, DtypeOption, Json, Save
 from billfish.errors import UserError
 
 PEER_NUMBERS = ("k", "n", "m", "us", "cublas_us")
 
-
-class Dtype(StrEnum):
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Save = Annotated[
-    Path | None, typer.Option(help="Write the result to this file, while it grows, too: r.json.")
-]
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="To compute in; auto: the model's, on a CPU fp32 if that is faster.")
-]
 
 app = typer.Typer(name="bench", help="Measure speed.", no_args_is_help=True)
 
@@ -47,7 +32,7 @@ def bench() -> None:
     epilog="Example: billfish bench kernels --shapes llama3-8b --m 1,16,64 --save k.json --plot ."
 )
 def kernels(
-    scheme: Annotated[str, typer.Option(help="What one weight is.")] = "w4a16",
+    scheme: Annotated[str, typer.Option(help="Format of the weights.")] = "w4a16",
     shapes: Annotated[
         str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
     ] = "llama3-8b",
@@ -57,17 +42,17 @@ def kernels(
     group_size: Annotated[
         str, typer.Option(help="Weights along k that share a scale, a list; -1: a whole row.")
     ] = "128",
-    sym: Annotated[
-        bool, typer.Option("--sym/--asym", help="Zero point in the middle, or stored.")
-    ] = True,
+    sym: Annotated[bool, typer.Option("--sym/--asym", help="Without zero points, or with.")] = True,
     dtype: Annotated[
         str, typer.Option(help="Of activations: float16, bfloat16 or both.")
     ] = "float16",
-    op: Annotated[str, typer.Option(help="Which of the scheme's ops; auto: the fastest.")] = "auto",
+    op: Annotated[str, typer.Option(help="Which op of the scheme; auto: the fastest.")] = "auto",
     modes: Annotated[
-        str, typer.Option(help="Launches: pdl (programmatic edges), plain, or both.")
+        str, typer.Option(help="Launches: pdl (programmatic dependent launch), plain, or both.")
     ] = "pdl,plain",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer replays, wider spread.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer replays: sooner, less exact.")
+    ] = False,
     json_: Json = False,
     save: Save = None,
     plot: Annotated[
@@ -75,7 +60,9 @@ def kernels(
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option(help="Draw other kernels' times too, a file like docs/bench/peers.json."),
+        typer.Option(
+            help="Also draw times of other kernels from a file like docs/bench/peers.json."
+        ),
     ] = None,
     from_: Annotated[
         Path | None, typer.Option("--from", help="Show and draw an earlier --save; needs no GPU.")
@@ -107,13 +94,13 @@ def kernels(
     failed = all(point["error"] for point in result["points"])
     if plot is not None and not failed:
         if others is not None and not pictures.peer_times(result, others):
-            # Only known once measured, and no reason to lose the pictures.
+            # Known only after measuring: the plots are drawn without them.
             told = "no time of this card, shapes and batch sizes in float16, group 128, symmetric"
-            show.err.print(f"not drawn: {peers}, which has {told}", markup=False)
+            show.note(f"not drawn: {peers}, which has {told}")
         for path in pictures.draw(result, plot, others):
-            show.err.print(f"drawn: {path}", markup=False)
+            show.note(f"drawn: {path}")
     if failed:
-        raise typer.Exit(1)  # every point has said why
+        raise typer.Exit(1)  # the table has each point's error
 
 
 @app.command(epilog="Example: billfish bench tune --shapes llama3-8b --m 32,64,128 --save t.json")
@@ -125,10 +112,10 @@ def tune(
     m: Annotated[str, typer.Option(help="Batch sizes, 17 and more.")] = "32,64,128,256,512,1024",
     json_: Json = False,
 ) -> None:
-    """Search the fastest cut of w4a16's batch kernel for each linear and batch size.
+    """Search the fastest tile configuration of w4a16's batch kernel, by linear and batch size.
 
-    The table that comes with Billfish was made like this; to use another, put it in its place
-    (schemes/w4a16/tuned.json).
+    The table that comes with Billfish was made by it; to use another, replace that file
+    (schemes/w4a16/cuda/tuned.json).
     """
     from billfish.bench import tune as search
     from billfish.bench.shapes import parse_rows, parse_shapes
@@ -151,14 +138,14 @@ def sustain(
     ] = "4096x28672",
     m: Annotated[str, typer.Option(help="Batch sizes: 16,1024 or 1-16,32.")] = "16,1024",
     seconds: Annotated[
-        int, typer.Option(help="Of each linear and batch size; cuBLAS gets a quarter of it.")
+        int, typer.Option(help="For each linear and batch size; cuBLAS gets a quarter of it.")
     ] = 60,
     json_: Json = False,
     save: Save = None,
 ) -> None:
-    """See whether w4a16 keeps its rate when the GPU runs for a minute and its clocks fall.
+    """Measure whether w4a16 stays as fast while the GPU heats up and lowers its clocks.
 
-    Once a second: us a launch, clocks, power and temperature; cuBLAS right after it.
+    Once a second: us per launch, clocks, power and temperature; afterwards the same of cuBLAS.
     """
     from billfish.bench.sustain import LEAST_SECONDS, Sustain
     from billfish.bench.timing import GraphCard, Rules
@@ -174,7 +161,7 @@ def sustain(
         result = Sustain(request, card, rules, seconds, say, keeper(save)).measure()
     present(result, json_, show_bench.sustained, save)
     if all(point["error"] for point in result["points"]):
-        raise typer.Exit(1)  # every point has said why
+        raise typer.Exit(1)  # the table has each point's error
 
 
 @app.command(
@@ -189,34 +176,34 @@ def generate(
         typer.Option(help="Random weights in the shape of a model: llama3-8b, or a config.json."),
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Of MODEL take the shape alone; --config always does.")
+        bool, typer.Option("--random", help="Random weights in MODEL's shape.")
     ] = False,
     variants: Annotated[
         str | None,
         typer.Option(
-            help="Weights+cache, a list: fp16+kv16,w4a16+kv4; of a checkpoint stored+kv4."
+            help="Weights+KV cache, a list: fp16+kv16,w4a16+kv4; of a checkpoint stored+kv4."
         ),
     ] = None,
     batch: Annotated[
-        str, typer.Option(help="Sequences at the same time, a list; auto: as many as fit.")
+        str, typer.Option(help="Sequences in a batch, a list; auto: as many as fit.")
     ] = "1,16,64",
     input_: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 64,
-    output: Annotated[int, typer.Option(help="Tokens that are written to each.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Of which the median counts; one more warms up.")] = 3,
+    output: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 64,
+    rounds: Annotated[int, typer.Option(help="The median counts; one more warms up.")] = 3,
     memory: Annotated[
-        str | None, typer.Option(help="Of weights and cache: 80GB. Default: 0.9 of the GPU's.")
+        str | None, typer.Option(help="For weights and KV cache: 80GB. Default: 0.9 of the GPU's.")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="TB/s of the memory, for the roof. Known: H200.")
+        float | None, typer.Option(help="Of the memory in TB/s, for the roofline. Known: H200.")
     ] = None,
     dtype: DtypeOption = Dtype.auto,
     group_size: Annotated[
         int, typer.Option(help="Of random w4a16 weights; -1: a whole row.")
     ] = 128,
     max_batched_tokens: Annotated[
-        int | None, typer.Option(help="Of a step; default: the engine's.")
+        int | None, typer.Option(help="Token budget of a step; default: the engine's.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     json_: Json = False,
     save: Save = None,
     plot: Annotated[
@@ -226,9 +213,9 @@ def generate(
         Path | None, typer.Option("--from", help="Show and draw an earlier --save.")
     ] = None,
 ) -> None:
-    """Measure how fast the engine writes, by weights, cache and batch size.
+    """Measure the engine's prefill and decode, by weights, KV cache and batch size.
 
-    Prompts are random tokens, decoding is greedy and every text has its full length.
+    Prompts are random tokens; decoding is greedy and goes on past the end token.
     """
     from billfish.bench import generate as bench
     from billfish.bench import plot_generate
@@ -270,7 +257,7 @@ def generate(
     present(result, json_, show_bench.generated, save)
     if plot is not None:
         plot_generate.draw(result, plot)
-        show.err.print(f"drawn: {plot}", markup=False)
+        show.note(f"drawn: {plot}")
 
 
 def present(
@@ -279,13 +266,10 @@ def present(
     render: Callable[[dict[str, Any]], None],
     saved: Path | None,
 ) -> None:
-    """For people or as JSON on stdout; where files went, on stderr."""
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        render(result)
+    """The result on stdout, the path of the saved file on stderr."""
+    show.present(result, as_json, render)
     if saved is not None:
-        show.err.print(f"written: {saved}", markup=False)
+        show.note(f"written: {saved}")
 
 
 def need_directory(target: Path | None, option: str = "--save") -> None:
@@ -294,7 +278,7 @@ def need_directory(target: Path | None, option: str = "--save") -> None:
 
 
 def keeper(target: Path | None) -> Callable[[dict[str, Any]], None]:
-    """Writes a result as it grows, if there is where to."""
+    """A function that writes the result so far to `target`, if there is one."""
 
     def keep(result: dict[str, Any]) -> None:
         if target is not None:
@@ -339,7 +323,7 @@ def _measure(request: Any, quick: bool, target: Path | None, quiet: bool) -> dic
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:
-    """Whole or not at all: it is written again and again while measuring goes on."""
+    """Atomically: the file is replaced after every point."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(temporary, path)
@@ -380,7 +364,7 @@ def read_peers(path: Path) -> dict[str, Any]:
 
 
 def _is_time(told: Any) -> bool:
-    """JSON as Python reads it may hold NaN and Infinity, and True is a 1."""
+    """Python's JSON may hold NaN and Infinity, and True is an int."""
     found: list[Any] = [told.get(name) for name in PEER_NUMBERS] if isinstance(told, dict) else [0]
     return all(type(each) in (int, float) and 0 < each < math.inf for each in found)
 

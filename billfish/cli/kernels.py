@@ -1,15 +1,12 @@
-"""`billfish kernels`: arguments in, one call, and its result as a table or JSON.
+"""`billfish kernels`: compiling CUDA kernels ahead of time."""
 
-Nothing is computed here. Rooms are imported by the command that needs them.
-"""
-
-import json
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from billfish.cli import show
+from billfish.cli.options import Json
 
 app = typer.Typer(name="kernels", help="Compile CUDA kernels.", no_args_is_help=True)
 
@@ -22,19 +19,20 @@ class Activations(StrEnum):
 
 @app.callback()
 def kernels() -> None:
-    """Compile CUDA kernels before they are needed; otherwise the first load does it."""
+    """Compile CUDA kernels ahead of time; otherwise the first load compiles them."""
 
 
 @app.command(epilog="Example: billfish kernels warmup ./smol-w4 --arch sm_90a")
 def warmup(
     model: Annotated[str, typer.Argument(help="Quantized checkpoint directory or hub id.")],
     arch: Annotated[
-        str | None, typer.Option(help="GPU to compile for: sm_90a, sm_89, sm_80; else this one.")
+        str | None,
+        typer.Option(help="GPU to compile for: sm_90a, sm_89, sm_80; default: the one here."),
     ] = None,
     dtype: Annotated[
         Activations, typer.Option(help="Of activations; auto: the model's.")
     ] = Activations.auto,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Compile the kernels of a quantized model into the cache. Needs no GPU if --arch is given."""
     from billfish.checkpoints.read import resolve
@@ -42,10 +40,7 @@ def warmup(
 
     with show.status(quiet=json_) as say:
         result = run(resolve(model), arch, dtype.value, say)
-    if json_:
-        print(json.dumps(result, indent=2))
-    else:
-        show_result(result)
+    show.present(result, json_, show_result)
 
 
 def show_result(result: dict[str, Any]) -> None:

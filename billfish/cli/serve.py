@@ -1,4 +1,4 @@
-"""`billfish serve` and `billfish bench serve`: arguments in, one call. Nothing is computed here."""
+"""`billfish serve` and `billfish bench serve`."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -10,7 +10,7 @@ import typer
 
 from billfish.cli import bench as cli_bench
 from billfish.cli import show, show_bench
-from billfish.cli.bench import Dtype, DtypeOption
+from billfish.cli.options import Device, Dir, Dtype, DtypeOption, Json, Save
 from billfish.errors import UserError
 
 INSTALL = "pip install 'billfish[serve]'"
@@ -36,33 +36,34 @@ class Kv(StrEnum):
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    model: Dir,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and text; default: the model's.")
+        int | None, typer.Option(help="Tokens of prompt and output; default: the model's.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Texts written at the same time.")] = 32,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences decoded at the same time.")] = 32,
     max_queue: Annotated[
-        int, typer.Option(help="Texts that may wait beside them; more get 503.")
+        int, typer.Option(help="Sequences that may wait for that; more get 503.")
     ] = 256,
-    kv: Annotated[Kv, typer.Option(help="The cache's format.")] = Kv.kv16,
+    kv: Annotated[Kv, typer.Option(help="Format of the KV cache.")] = Kv.kv16,
     gpu_memory: Annotated[
-        float, typer.Option(help="Of the card, weights and cache together.")
+        float, typer.Option(help="Share of the GPU's memory for weights and KV cache.")
     ] = 0.9,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     api_key: Annotated[
-        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="Asked of every client.")
+        str | None, typer.Option(envvar="BILLFISH_API_KEY", help="Required of every client.")
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name for clients; default: its directory's.")
     ] = None,
     tool_call_parser: Annotated[
-        ToolCallParser, typer.Option(help="How the model writes calls; auto: as its template says.")
+        ToolCallParser,
+        typer.Option(help="Syntax of the model's tool calls; auto: by its chat template."),
     ] = ToolCallParser.auto,
 ) -> None:
-    """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
+    """Serve OpenAI's API, and a page to chat at /. SIGTERM finishes the requests that run."""
     need_server()
     from billfish.engine.llm import LLM
     from billfish.server.run import Settings, bind, run
@@ -83,7 +84,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             gpu_memory=gpu_memory,
         )
-    run(llm, settings, bound, lambda told: show.err.print(told, markup=False))
+    run(llm, settings, bound, show.note)
 
 
 @cli_bench.app.command(
@@ -92,39 +93,45 @@ def serve(
 def bench_serve(
     target: Annotated[
         str | None,
-        typer.Argument(help="A server's address; or a checkpoint, which gets servers of its own."),
+        typer.Argument(help="A server's URL; or a checkpoint, to start servers of it."),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="Servers of random weights in the shape of a model: llama3-8b."),
+        typer.Option(help="Start servers of random weights in the shape of a model: llama3-8b."),
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(help="Of own servers, a list: fp16+kv16,w4a16+kv4; or stored+kv4."),
+        typer.Option(help="Of started servers, a list: fp16+kv16,w4a16+kv4; or stored+kv4."),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Of own servers.")] = 64,
-    device: Annotated[str, typer.Option(help="Of own servers: auto, cpu or cuda.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Of started servers.")] = 64,
+    device: Annotated[
+        str, typer.Option(help="Of started servers: cpu, cuda, cuda:1 or auto.")
+    ] = "auto",
     dtype: DtypeOption = Dtype.auto,
     rate: Annotated[
         str, typer.Option(help="Requests a second, a list; inf: all at once.")
     ] = "1,2,4",
-    requests: Annotated[int, typer.Option(help="Of each rate.")] = 100,
+    requests: Annotated[int, typer.Option(help="Requests at each rate.")] = 100,
     input_: Annotated[
         str, typer.Option("--input", help="Tokens of a prompt: 64, or a range, 16-128.")
     ] = "64",
-    output: Annotated[str, typer.Option(help="Tokens written to each, or a range.")] = "64",
-    model: Annotated[str | None, typer.Option(help="Its name; default: the server's.")] = None,
+    output: Annotated[str, typer.Option(help="Tokens to generate for each, or a range.")] = "64",
+    model: Annotated[
+        str | None, typer.Option(help="The model's name; default: the server's.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="BILLFISH_API_KEY", help="If the server asks for one.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Take another one to meet no cached prompt again.")] = 0,
-    json_: cli_bench.Json = False,
-    save: cli_bench.Save = None,
+    seed: Annotated[
+        int, typer.Option(help="Of prompts and arrivals; another one meets no cached prompts.")
+    ] = 0,
+    json_: Json = False,
+    save: Save = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw times against the rate into this file: s.png.")
     ] = None,
 ) -> None:
-    """Send requests that arrive at random, and time them: TTFT, TPOT, ITL, E2E, throughput."""
+    """Send requests at random (Poisson) times, and measure TTFT, TPOT, ITL, E2E and throughput."""
     from billfish.bench import plot_serve
     from billfish.bench.plot import need_matplotlib
     from billfish.bench.serve import Load, measure, parse_range, parse_rates
@@ -173,10 +180,10 @@ def bench_serve(
     cli_bench.present(result, json_, show_bench.served, save)
     if plot is not None:
         plot_serve.draw(result, plot)
-        show.err.print(f"drawn: {plot}", markup=False)
+        show.note(f"drawn: {plot}")
     servers = result.get("servers", [result])
     if not any(point["completed"] for server in servers for point in server["points"]):
-        raise typer.Exit(1)  # every point has said why
+        raise typer.Exit(1)  # the table has each point's errors
 
 
 def _own(

@@ -1,9 +1,10 @@
-"""Results for people: tables, bars and plain lines. Every function takes what a command returned.
+"""Results as JSON or as tables and lines; progress and errors.
 
-On a terminal there is a progress bar with the time left; elsewhere plain lines, one a block.
-NO_COLOR is respected by rich. Progress and errors go to stderr, results to stdout.
+Results go to stdout, progress and errors to stderr. On a terminal progress is a bar with the time
+left, elsewhere one line per block. rich respects NO_COLOR.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-# No emoji: texts and messages are shown as they are, a :-1: in them, too.
+# Without emoji: rich would replace a :-1: in a generated text or a message.
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
@@ -24,6 +25,18 @@ Result = dict[str, Any]
 def _warn(messages: list[str]) -> None:
     for message in messages:
         out.print(f"[bold yellow]warning:[/] [yellow]{escape(message)}[/]")
+
+
+def present(result: Result, as_json: bool, render: Callable[[Result], None]) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2, ensure_ascii=False, default=str))
+    else:
+        render(result)
+
+
+def note(message: str) -> None:
+    """One line on stderr, which is no part of the result."""
+    err.print(message, markup=False)
 
 
 def error(message: str) -> None:
@@ -46,7 +59,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def status(quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that changes on a terminal, lines that follow each other elsewhere."""
+    """On a terminal one line that is overwritten, elsewhere a line for each message."""
     if quiet:
         yield lambda message: None
     elif err.is_terminal:
@@ -58,7 +71,7 @@ def status(quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Callable[[Any], None]]:
-    """For the driver: what it tells after every linear and every block."""
+    """Shows what the driver reports after every linear and every block."""
     if quiet:
         yield lambda told: None
         return
@@ -235,7 +248,7 @@ def plan(result: Result) -> None:
 
 
 def _reasons(layers: list[Result]) -> dict[str, list[str]]:
-    """Why linears stay as they are -> the kinds it holds for."""
+    """Reason for staying in 16 bits -> the kinds of linears it holds for."""
     found: dict[str, dict[str, None]] = {}
     for layer in layers:
         if layer["skip"]:
@@ -244,7 +257,7 @@ def _reasons(layers: list[Result]) -> dict[str, list[str]]:
 
 
 def _alike(layers: list[Result]) -> list[list[Result]]:
-    """Layers of one kind, shape and fate together: a model has hundreds of few kinds."""
+    """Layers grouped by kind, shape and treatment: a model has hundreds of a few kinds."""
     found: dict[Any, list[Result]] = {}
     for layer in layers:
         kind = layer["module"].rpartition(".")[2]
@@ -254,7 +267,7 @@ def _alike(layers: list[Result]) -> list[list[Result]]:
 
 
 def _scheme(written: Result | None) -> str:
-    """Of a scheme's name and parameters, as results hold them: "w4a16 4 bit g64 sym"."""
+    """A scheme's name and parameters, as results hold them, in words: "w4a16 4 bit g64 sym"."""
     if written is None:
         return ""
     from billfish.schemes.registry import from_fields

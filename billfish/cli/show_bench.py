@@ -1,6 +1,4 @@
-"""Results of `billfish bench` for people: tables and lines, of what was measured just now or
-earlier.
-"""
+"""Results of `billfish bench` as tables and lines."""
 
 from typing import Any
 
@@ -71,7 +69,7 @@ def generated(result: Result) -> None:
                 "lengths",
                 f"{told['input']} tokens in, {told['output']} out; {told['rounds']} rounds",
             ),
-            ("memory", f"{size(memory)}, weights and cache" if memory else "not limited"),
+            ("memory", f"{size(memory)}, weights and KV cache" if memory else "not limited"),
             (
                 "roof",
                 f"weights read at {bandwidth / 1e12:.2f} TB/s"
@@ -82,7 +80,7 @@ def generated(result: Result) -> None:
         ]
     )
     points = [(v, p) for v in result["variants"] for p in v["points"] if not p["error"]]
-    columns = ["variant", "batch", "prefill ms", "ms a token", "tokens/s", "x first", "of roof"]
+    columns = ["variant", "batch", "prefill ms", "ms per token", "tokens/s", "x first", "of roof"]
     table("\ndecode", columns, [_decoded(*each) for each in points])
     columns = ["variant", "batch", "tokens/s", "x first", "x first, both at their best"]
     table("\nprefill and decode", columns, [_altogether(*each) for each in points])
@@ -175,7 +173,9 @@ def _sustained(told: Result) -> list[str]:
 
 
 def _title(point: Result) -> str:
-    group = "a scale a channel" if point["group_size"] == -1 else f"groups of {point['group_size']}"
+    group = (
+        "one scale per channel" if point["group_size"] == -1 else f"groups of {point['group_size']}"
+    )
     kind = "symmetric" if point["symmetric"] else "asymmetric"
     names = ", ".join(point["linears"])
     return f"{names}  {point['k']} x {point['n']}, {point['dtype']}, {group}, {kind}"

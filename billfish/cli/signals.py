@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: both raise Interrupted, and end a command with the code that README names.
 
-A second one ends it at once, whatever the first is still waiting for: nothing that is under its
-final name on disk is ever half written.
+A second one ends the process at once. Files get their final names only when they are complete, so
+that leaves none half written.
 """
 
 import os
@@ -35,12 +35,12 @@ def goes_on() -> bool:
 
 
 def code(signum: int) -> int:
-    """Otherwise what shells say of a command that a signal ended: 130 and 143."""
+    """75 if the command can be resumed; else, as in a shell, 130 and 143."""
     return GOES_ON if goes_on() else 128 + signum
 
 
 def ended(stopped: Interrupted) -> int:
-    """Says it, without a library that may not be imported yet; the exit code."""
+    """Prints the message without rich, which may not be imported yet; gives the exit code."""
     told = "Finished blocks are on disk; the same command goes on from there." if goes_on() else ""
     print(f"error: interrupted. {told}".rstrip(), file=sys.stderr)
     return code(*stopped.args)

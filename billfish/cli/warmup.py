@@ -1,8 +1,7 @@
 """`billfish kernels warmup`: compile the CUDA kernels of a checkpoint before they are needed.
 
-Which schemes the layers have is read from headers; the weights are not. The kernels go into the
-cache of compiled kernels, where loading the model finds them. Needs NVRTC and no GPU: an image can
-be built on a machine without one.
+Reads the layers' schemes from headers, and no weights. The kernels go into the kernel cache, where
+loading the model finds them. Needs NVRTC and no GPU: a container image can be built without one.
 """
 
 import time
@@ -26,11 +25,11 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 def warmup(
     model: Path,
-    arch: str | None = None,  # None: of the GPU that is here
+    arch: str | None = None,  # None: that of the GPU here
     dtype: str = "auto",  # of the activations
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Compile what is not cached; returns counts, seconds and what each kernel takes."""
+    """Compile what is not cached; returns counts, seconds and each kernel's resources."""
     arch = target(arch)
     checkpoint = Checkpoint(model)
     schemes = schemes_of(checkpoint)
@@ -90,7 +89,7 @@ def schemes_of(checkpoint: Checkpoint) -> Counter[Scheme]:
 
 
 def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    """What activations will be: as config.json says, else as the first 16-bit tensor is."""
+    """Of activations: config.json's, else that of the first 16-bit tensor."""
     said = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     stored = (entry.dtype for entry in checkpoint.entries.values())
     found = next((dtype for dtype in stored if dtype in DTYPES.values()), torch.bfloat16)

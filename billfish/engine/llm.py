@@ -12,7 +12,7 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -173,6 +173,25 @@ class LLM:
         try:
             while True:
                 output = await news.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not request.finished:
+                self._worker.cancel(request.name)
+
+    def iterate(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """`stream` for a thread that has no event loop: the output so far, whenever it has grown.
+        Leaving the loop cancels the request."""
+        params = self._compiled(params or SamplingParams())
+        request = self._request(prompt, params)
+        news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._worker.add(request, params, lambda output: news.put(_snapshot(output)))
+        try:
+            while True:
+                output = news.get()
                 yield output
                 if output.finished:
                     return

@@ -96,17 +96,22 @@ _TELLTALES = {
 }
 
 
-def family_of(model: Any) -> _Family:
-    """Raises UserError for a model whose block is not Llama's; its weights are not looked at."""
+def unlike_llama(model: Any) -> list[str]:
+    """What the engine would have to run differently from Llama's block; empty for a model that it
+    runs. Weights are not looked at."""
     config: Any = getattr(model, "config", None)
     family = _FAMILIES.get(type(model).__name__)
     if family is None or family.model_type != getattr(config, "model_type", None):
         found = _told_by(config) + _unlike(model, None)
-        raise _refusal(model, found or ["more than its modules show; it was never compared"])
-    found = _unlike(model, family) or _unlike_settings(model, family)
-    if found:
+        return found or ["more than its modules show; it was never compared"]
+    return _unlike(model, family) or _unlike_settings(model, family)
+
+
+def family_of(model: Any) -> _Family:
+    """Raises UserError for a model whose block is not Llama's."""
+    if found := unlike_llama(model):
         raise _refusal(model, found)
-    return family
+    return _FAMILIES[type(model).__name__]
 
 
 class Decoder:

@@ -33,8 +33,9 @@ from billfish import LLM, SamplingParams
 from billfish.checkpoints.convert import convert
 from billfish.checkpoints.inspect import inspect
 from billfish.checkpoints.verify import verify
+from billfish.engine.single import generate
 from billfish.errors import UserError
-from billfish.models.generate import Sampling, generate
+from billfish.models.generate import Sampling
 from billfish.models.load import load
 from billfish.offline import costs
 from billfish.offline.driver import quantize

@@ -10,7 +10,7 @@ from tiny import write_checkpoint
 
 from billfish.checkpoints import config
 from billfish.cli import app as cli
-from billfish.cli import signals
+from billfish.cli import show, signals
 
 COMMANDS = {
     "quantize": ["quantize", "{model}", "--output", "{out}"],
@@ -52,6 +52,22 @@ def test_each_ends_with_its_code(command, number, tmp_path, monkeypatch, capsys)
         command == "quantize"
     )
     assert signal.getsignal(number) is signals._end  # a second one does not wait
+
+
+def test_while_it_streams_a_text(tmp_path, monkeypatch, capsys):
+    model, shown = write_checkpoint(tmp_path / "model"), []
+
+    def stream(piece):
+        shown.append(piece)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(show, "stream", stream)
+    arguments = ["generate", str(model), "--prompt", "a", "--max-tokens", "99"]
+    monkeypatch.setattr(sys, "argv", ["billfish", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130 and len(shown) == 1
+    assert "error: interrupted." in capsys.readouterr().err
 
 
 BEFORE = """

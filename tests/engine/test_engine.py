@@ -194,6 +194,14 @@ def test_a_stream_grows_and_ends(llm, alone):
     assert seen[-1] == alone[0] and both == alone
 
 
+def test_iterate_grows_and_ends_without_an_event_loop(llm, alone):
+    seen = [output.outputs[0].text for output in llm.iterate(PROMPTS[0], GREEDY)]
+    assert len(seen) > 20 and all(b.startswith(a) for a, b in pairwise(seen))
+    assert seen[-1] == alone[0]
+    with pytest.raises(UserError, match="empty"):
+        next(llm.iterate([]))
+
+
 def test_leaving_a_stream_frees_its_pages(path):
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
@@ -207,6 +215,10 @@ def test_leaving_a_stream_frees_its_pages(path):
 
     with LLM(path, prefix_caching=False) as made:
         output = asyncio.run(run(made))
+        assert output.finished and made.engine.idle and made.engine.pages.used() == 0
+        for _ in made.iterate("hello", long):
+            break
+        (output,) = made.generate("x", GREEDY)
         assert output.finished and made.engine.idle and made.engine.pages.used() == 0
 
 

@@ -76,7 +76,7 @@ def read(model, sequence):
 def truth(packed):
     """In fp32 on the CPU: (prompt, prompt and answer, logits of each choice, of each position)."""
     model, tokenizer = load(packed, FP32)
-    ids = encode(tokenizer, PROMPT, chat=True)
+    ids = torch.tensor([encode(tokenizer, PROMPT, chat=True)])
     sequence, logits = say(model, ids)
     return ids, sequence, logits, read(model, sequence)
 

@@ -25,16 +25,17 @@ from typer.testing import CliRunner
 from billfish import LLM, SamplingParams
 from billfish.bench import generation, own_server
 from billfish.bench.generate import Run
-from billfish.bench.variants import Request as Bench
+from billfish.bench.variants import GenerateRequest as Bench
 from billfish.bench.variants import parse_variants, usual
 from billfish.cli import doctor
 from billfish.cli.app import app
+from billfish.engine.single import generate
 from billfish.errors import UserError
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.integrations import transformers as integration
 from billfish.models import compute
 from billfish.models.compute import VARIABLE, compute_dtype, cpu_type
-from billfish.models.generate import Sampling, generate
+from billfish.models.generate import Sampling
 from billfish.models.load import load
 from billfish.offline.driver import quantize
 from billfish.server import run as server

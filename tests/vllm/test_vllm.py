@@ -207,7 +207,7 @@ def test_smollm2(tmp_path):
     quantize(QuantizeRequest(dense, tmp_path / "quantized", W4A16(4, 64), method="rtn"))
     tokenizer = AutoTokenizer.from_pretrained(dense)
     prompts = [tokenizer(text).input_ids for text in BEGINNINGS]
-    prompts += [encode(tokenizer, text, chat=True)[0].tolist() for text in QUESTIONS]
+    prompts += [encode(tokenizer, text, chat=True) for text in QUESTIONS]
     expected = ours(tmp_path / "quantized", prompts)
     answer = vllms(tmp_path / "quantized", prompts, tensor_parallel=1)
     compared, difference = 0, 0.0
