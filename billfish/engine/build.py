@@ -17,8 +17,8 @@ from billfish.engine.core import Engine
 from billfish.engine.cuda import runner as gpu
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.kv.cache import CALIBRATED, FORMATS, Cache, Kv4, Kv4Channels, Room
-from billfish.engine.kv.calibration import stored_ranges, turn_of
 from billfish.engine.kv.pages import Pages
+from billfish.engine.kv.stored import rotation_of, stored_ranges
 from billfish.engine.runner import Runner, TorchRunner
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
@@ -110,13 +110,13 @@ def build(source: Source, told: Settings) -> Engine:
     cache: Cache | Pool = storage(room)
     budget = told.max_batched_tokens or BUDGET[kind]
     texts = min(told.max_num_seqs, budget)
-    turn = turn_of(source, decoder, tokenizer, longest) if told.kv == "kv4" else None
+    rotation = rotation_of(source, decoder, tokenizer, longest) if told.kv == "kv4" else None
     runner: Runner
     if isinstance(cache, Pool):
-        runner = gpu.GpuRunner(decoder, cache, texts, longest, turn, invariant=invariant)
+        runner = gpu.GpuRunner(decoder, cache, texts, longest, rotation, invariant=invariant)
     else:
         if isinstance(cache, Kv4):
-            cache.turn = turn
+            cache.rotation = rotation
         if isinstance(cache, Kv4Channels):
             cache.set_ranges(stored_ranges(source))
         runner = TorchRunner(decoder, cache)

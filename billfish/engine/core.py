@@ -22,7 +22,7 @@ from torch import Tensor
 from billfish.engine.kv.pages import Pages
 from billfish.engine.params import SamplingParams
 from billfish.engine.runner import Decoded, Runner
-from billfish.engine.sampling import Chooser, Chosen, choose, tell
+from billfish.engine.sampling import Chooser, Chosen, choose_tokens, tell
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
 
@@ -200,7 +200,7 @@ class Engine:
 
     def _choose(self, decoded: Decoded, going: Many[tuple[_Run, int]]) -> list[Chosen | Exception]:
         rows, logits = [row for _, row in going], decoded.logits
-        return choose(
+        return choose_tokens(
             logits if len(rows) == len(logits) else logits[rows], [run.chooser for run, _ in going]
         )
 

@@ -141,7 +141,7 @@ class Chooser:
 
 
 @torch.inference_mode()
-def choose(
+def choose_tokens(
     logits: Tensor,  # (rows, vocabulary) fp32; not changed
     choosers: Sequence[Chooser],  # one a row; each notes its token
 ) -> list[Chosen | Exception]:

@@ -186,7 +186,7 @@ class Decoder:
         hidden: Tensor = self.embed(tokens)
         cos, sin = (table[:, None] for table in self.rope(positions))
         low, high = sin.chunk(2, -1)
-        sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see _rotate
+        sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see apply_rope
         for index, layer in enumerate(self.layers):
             mixed = attend(index, *self._project(index, layer.input_layernorm(hidden), cos, sin))
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
@@ -230,7 +230,7 @@ class Decoder:
         qk, v = torch.split(together, [heads + kv_heads, kv_heads], dim=1)
         if hasattr(attention, "q_norm"):  # Qwen3: over each head
             qk = torch.cat((attention.q_norm(qk[:, :heads]), attention.k_norm(qk[:, heads:])), 1)
-        q, k = torch.split(_rotate(qk, cos, sin), [heads, kv_heads], dim=1)
+        q, k = torch.split(apply_rope(qk, cos, sin), [heads, kv_heads], dim=1)
         return q, k, v
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
@@ -262,16 +262,16 @@ def _act(mlp: Any) -> Product:
     return act
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE with the bits of transformers' apply_rotary_pos_emb, in fewer kernels. That one swaps
     the halves of x and negates one of them; here they are rolled (which swaps them) and the sign
     is in `sin`. Dimensions past those of `cos` are left as they are (partial RoPE)."""
     rotary = cos.shape[-1]
-    turned = x[..., :rotary]
-    turned = turned * cos + turned.roll(rotary // 2, -1) * sin
+    rotated = x[..., :rotary]
+    rotated = rotated * cos + rotated.roll(rotary // 2, -1) * sin
     if rotary == x.shape[-1]:
-        return turned
-    return torch.cat((turned, x[..., rotary:]), -1)
+        return rotated
+    return torch.cat((rotated, x[..., rotary:]), -1)
 
 
 def _window(config: Any, family: _Family, index: int) -> int | None:

@@ -29,7 +29,7 @@ from billfish.models.blocks import Arguments
 from billfish.models.compute import name_of
 from billfish.offline.block import BlockJob
 from billfish.offline.hidden import Hidden
-from billfish.offline.kv import calibrate_kv
+from billfish.offline.kv import write_kv_file
 from billfish.offline.provenance import versions
 from billfish.offline.request import Progress, QuantizeRequest
 from billfish.offline.streaming import Writes, return_freed_memory
@@ -297,7 +297,7 @@ class Job:
             "fingerprint": self.task.fingerprint(),
         }
         if request.kv is not None:  # the finished model reads the text, as the engine runs it
-            report["kv"] = calibrate_kv(
+            report["kv"] = write_kv_file(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype
             )
         files.write_json(self.output / REPORT, report)

@@ -1,7 +1,7 @@
-"""What a calibration text tells of K and V, stored beside a checkpoint: `quantize --kv kv4`.
+"""What a 4-bit KV cache needs to know of K and V, written beside a checkpoint: `quantize --kv kv4`.
 
-The finished model reads the text as the engine would run it. Two modes of the 4-bit cache come from
-it: the turn of K (kv4), and COMET's ranges of every channel (kv4-channel).
+The finished model runs over the calibration text as in the engine. Two 4-bit formats come from it:
+the rotation of K (kv4), and COMET's ranges of every channel (kv4-channel).
 """
 
 from pathlib import Path
@@ -12,37 +12,37 @@ import torch
 from billfish.checkpoints.kv_file import KV_FILE
 from billfish.checkpoints.write import write_shard
 from billfish.engine.kv.cache import ChannelRange
-from billfish.engine.kv.rotation import TOKENS, calibrate
+from billfish.engine.kv.rotation import TOKENS, find_rotation
 from billfish.models.decoder import Decoder, family_of
 from billfish.models.load import load
 from billfish.offline.text import Calibration, calibration
 
-SAMPLES = 8  # texts of 512 tokens: twice what a model without this takes when it is loaded
+SAMPLES = 8  # sequences of 512 tokens: twice what a model without the file uses when it loads
 
 
 def check_kv(model: Any, tokenizer: Any, data: str, seed: int) -> None:
-    """Raises, before any work, what would stop the calibration of a model after it."""
+    """Raises, before any work, what would stop write_kv_file after it."""
     family_of(model)
-    _texts(data, tokenizer, model.config.max_position_embeddings, seed)
+    _calibration(data, tokenizer, model.config.max_position_embeddings, seed)
 
 
-def _texts(data: str, tokenizer: Any, context: int, seed: int) -> Calibration:
+def _calibration(data: str, tokenizer: Any, context: int, seed: int) -> Calibration:
     return calibration(data, tokenizer, SAMPLES, min(TOKENS, context), seed)
 
 
 @torch.inference_mode()
-def calibrate_kv(
+def write_kv_file(
     path: Path, data: str, seed: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Writes the file; says what it did."""
+    """Returns what the report says of it."""
     model, tokenizer = load(path, dtype, device)
     decoder = Decoder.of(model)
     shape = decoder.shape
-    given = _texts(data, tokenizer, shape.context, seed)
+    given = _calibration(data, tokenizer, shape.context, seed)
     ranges = ChannelRange.empty(shape.layers, shape.kv_heads, shape.head_dim, decoder.device)
-    texts = [text.tolist() for text in given.sequences]
-    turn = calibrate(decoder, texts, shape.context, ranges.update)
-    tensors = {**turn.tensors(), **ranges.tensors()}
+    sequences = [sequence.tolist() for sequence in given.sequences]
+    rotation = find_rotation(decoder, sequences, shape.context, ranges.update)
+    tensors = {**rotation.tensors(), **ranges.tensors()}
     kept = {name: tensor.cpu() for name, tensor in tensors.items()}
     write_shard(path / KV_FILE, kept)
     name = Path(given.source).name

@@ -394,7 +394,7 @@ def test_prompts_are_scored_with_their_rivals_and_not_continued(path):
         assert made.engine.idle and made.engine.pages.used() == 0
 
 
-@pytest.mark.parametrize("place", ["tell", "choose"])
+@pytest.mark.parametrize("place", ["tell", "choose_tokens"])
 def test_a_request_that_fails_in_a_step_fails_alone(place, llm, alone, monkeypatch):
     """Its prompt cannot be scored, or its token not be drawn."""
     inner = tell

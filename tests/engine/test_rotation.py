@@ -1,4 +1,4 @@
-"""kv4's turn of K: scores stay what they are, and coding does less harm to them."""
+"""kv4's rotation of K: scores stay what they are, and coding does less harm to them."""
 
 from dataclasses import replace
 
@@ -9,9 +9,10 @@ from tiny import write_checkpoint
 from billfish.engine.attention import Batch, PagedAttention
 from billfish.engine.cuda.pool import Pool4
 from billfish.engine.kv.cache import Kv4, Kv4Plain, Room
-from billfish.engine.kv.rotation import Moments, Turn, blocks, calibrate, hadamard, shifts
+from billfish.engine.kv.codes import channel_blocks
+from billfish.engine.kv.rotation import Moments, Rotation, find_rotation, hadamard, shifts
 from billfish.errors import UserError
-from billfish.models.decoder import Decoder, Shape, _rotate
+from billfish.models.decoder import Decoder, Shape, apply_rope
 from billfish.models.load import load
 
 CPU = torch.device("cpu")
@@ -35,21 +36,21 @@ def draw(tokens, head_dim, seed):
     return q, k, v
 
 
-def turn_of(shape):
+def rotation_of(shape):
     moments = []
     for layer in range(LAYERS):
         moments.append(Moments(shape, layer, CPU))
         moments[-1].attend(*draw(256, shape.head_dim, layer))
     still = torch.ones(1, shape.head_dim), torch.zeros(1, shape.head_dim)
     parts = zip(*(moment.balanced(*still) for moment in moments), strict=True)
-    return Turn.of(*(torch.stack(part) for part in parts))
+    return Rotation.of(*(torch.stack(part) for part in parts))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
 def test_scores_differ_by_the_same_for_all_keys(head_dim):
-    turn = turn_of(shape_of(head_dim))
+    rotation = rotation_of(shape_of(head_dim))
     q, k, _ = draw(20, head_dim, 7)
-    turned_q, turned_k = turn.queries(1, q), turn.keys(1, k)
+    turned_q, turned_k = rotation.queries(1, q), rotation.keys(1, k)
     for head in range(KV_HEADS * GROUP):
         plain = q[:, head] @ k[:, head // GROUP].T
         moved = turned_q[:, head] @ turned_k[:, head // GROUP].T - plain
@@ -68,7 +69,7 @@ def test_attention_in_four_bits_is_nearer_to_the_truth(head_dim):
     for kind in (Kv4, Kv4Plain):
         made = kind(Room(LAYERS, 4, 64, KV_HEADS, head_dim, torch.float32, CPU))
         if kind is Kv4:
-            made.turn = turn_of(shape)
+            made.rotation = rotation_of(shape)
         found = PagedAttention(made, shape.scale, shape.windows)(0, q, k, v, batch)
         off[kind] = float((found - exact).norm() / exact.norm())
     assert off[Kv4] < 0.7 * off[Kv4Plain], off
@@ -85,34 +86,34 @@ def test_what_is_carried_over_makes_scores_better():
     """The same codes and steps, chosen with and without it."""
     shape = shape_of(64)
     q, k, v = draw(200, 64, 9)
-    turn, off = turn_of(shape), {}
-    for carry in (turn.carry, torch.zeros_like(turn.carry)):
+    rotation, off = rotation_of(shape), {}
+    for feedback in (rotation.feedback, torch.zeros_like(rotation.feedback)):
         made = Kv4(Room(LAYERS, 4, 64, KV_HEADS, 64, torch.float32, CPU))
-        made.turn = replace(turn, carry=carry)
+        made.rotation = replace(rotation, feedback=feedback)
         made.write(0, torch.arange(200), k, v)
-        error = made.read(0, torch.arange(4), 200)[0] - turn.keys(0, k)
-        seen = torch.einsum("qhgi,khi->qhgk", turn.queries(0, q).unflatten(1, (2, 3)), error)
-        off[bool(carry.any())] = float(seen.square().mean())
+        error = made.read(0, torch.arange(4), 200)[0] - rotation.keys(0, k)
+        seen = torch.einsum("qhgi,khi->qhgk", rotation.queries(0, q).unflatten(1, (2, 3)), error)
+        off[bool(feedback.any())] = float(seen.square().mean())
     assert off[True] < 0.95 * off[False], off
 
 
 def test_pages_of_kernels_hold_the_same_codes():
-    turn = turn_of(shape_of(64))
+    rotation = rotation_of(shape_of(64))
     _, k, v = draw(100, 64, 5)
     room = Room(LAYERS, 2, 64, KV_HEADS, 64, torch.bfloat16, CPU)
     made, pool = Kv4(room), Pool4(room)
-    made.turn = turn
+    made.rotation = rotation
     made.write(1, torch.arange(100), k, v)
-    pool.write(1, torch.arange(100), turn.keys(1, k), v, turn.carry[1])
+    pool.write(1, torch.arange(100), rotation.keys(1, k), v, rotation.feedback[1])
     (k_made, v_made), carried = (x.read(1, torch.arange(2), 100) for x in (made, pool))
     assert torch.equal(k_made, carried[0]) and torch.equal(v_made, carried[1])
-    pool.write(1, torch.arange(100), turn.keys(1, k), v)
+    pool.write(1, torch.arange(100), rotation.keys(1, k), v)
     assert not torch.equal(pool.read(1, torch.arange(2), 100)[0], carried[0])
 
 
 def test_blocks_are_all_channels_once():
     for size in (2, 6, 64, 96):
-        parts = blocks(size)
+        parts = channel_blocks(size)
         assert [now.start for now, _ in parts] == sorted({now.start for now, _ in parts})
         assert all(now.stop == later.start and later.stop == size for now, later in parts)
         assert parts[0][0].start == 0
@@ -135,7 +136,7 @@ def test_shifts_move_keys_as_rope_would(decoder):
 
     for begin in (0, 100):
         decoder.forward(torch.arange(2, 22), torch.arange(begin, begin + 20), attend)
-    moved = _rotate(seen[0].double(), cos[-1], sin[-1])
+    moved = apply_rope(seen[0].double(), cos[-1], sin[-1])
     assert torch.allclose(moved.float(), seen[3], atol=1e-4)  # the first layer's
     assert not torch.allclose(seen[0], seen[3], atol=0.1)
     assert torch.equal(cos[0], torch.ones_like(cos[0]))
@@ -154,25 +155,27 @@ def test_a_window_is_kept():
 
 def test_stored_and_read_again():
     shape = shape_of(64)
-    turn = turn_of(shape)
-    again = Turn.from_tensors(turn.tensors(), shape)
-    assert torch.equal(again.to_keys, turn.to_keys) and torch.equal(again.carry, turn.carry)
-    assert torch.allclose(again.to_queries, turn.to_queries, rtol=1e-3, atol=1e-5)
+    rotation = rotation_of(shape)
+    again = Rotation.from_tensors(rotation.tensors(), shape)
+    assert torch.equal(again.to_keys, rotation.to_keys) and torch.equal(
+        again.feedback, rotation.feedback
+    )
+    assert torch.allclose(again.to_queries, rotation.to_queries, rtol=1e-3, atol=1e-5)
     with pytest.raises(UserError, match="Calibrate again"):
-        Turn.from_tensors(turn.tensors(), shape_of(128))
-    old = {name: tensor for name, tensor in turn.tensors().items() if name != "kv_carry"}
+        Rotation.from_tensors(rotation.tensors(), shape_of(128))
+    old = {name: tensor for name, tensor in rotation.tensors().items() if name != "kv_carry"}
     with pytest.raises(UserError, match="quantize --kv kv4"):
-        Turn.from_tensors(old, shape)
+        Rotation.from_tensors(old, shape)
 
 
 def test_a_model_is_calibrated(decoder):
     seen = []
-    turn = calibrate(
+    rotation = find_rotation(
         decoder, [list(range(2, 90)), [5, 6, 7]], 128, lambda layer, k, v: seen.append((layer, k))
     )
-    assert all(tensor.isfinite().all() for tensor in vars(turn).values())
-    assert turn.mean.shape == (3, 2, 16) and turn.carry.shape == (3, 2, 16, 16)
+    assert all(tensor.isfinite().all() for tensor in vars(rotation).values())
+    assert rotation.mean.shape == (3, 2, 16) and rotation.feedback.shape == (3, 2, 16, 16)
     assert {layer for layer, _ in seen} == {0, 1, 2}
-    empty = calibrate(decoder, [[3]], 128)
+    empty = find_rotation(decoder, [[3]], 128)
     assert all(tensor.isfinite().all() for tensor in vars(empty).values())
     assert not torch.equal(seen[0][1], seen[1][1])  # K as it is further on

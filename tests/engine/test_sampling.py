@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from billfish.engine import sampling
-from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose
+from billfish.engine.sampling import Chooser, Chosen, SamplingParams, choose_tokens
 from billfish.errors import UserError
 
 NONE = frozenset()
@@ -22,14 +22,16 @@ def chooser(width=WIDTH, prompt=(), eos=NONE, index=0, **asked):
 
 def token(row, **asked):
     """Of one row of logits, chosen once and greedily unless told otherwise."""
-    (chosen,) = choose(torch.tensor([row]), [chooser(len(row), **{"temperature": 0.0, **asked})])
+    (chosen,) = choose_tokens(
+        torch.tensor([row]), [chooser(len(row), **{"temperature": 0.0, **asked})]
+    )
     return chosen.token
 
 
 def draws(row, count, **asked):
     """Tokens of one sequence over the same logits again and again."""
     row, one = torch.as_tensor(row)[None], chooser(len(row), **{"seed": 1, **asked})
-    return np.array([choose(row, [one])[0].token for _ in range(count)])
+    return np.array([choose_tokens(row, [one])[0].token for _ in range(count)])
 
 
 def reference(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
@@ -83,9 +85,9 @@ def test_draws_follow_the_distribution(asked):
 def test_draws_of_other_sequences_follow_it_too():
     """One draw each of 2,000 seeds, and of n = 128: streams are independent, not only long."""
     batch = torch.tensor([ROW] * 2000)
-    drawn = choose(batch, [chooser(seed=seed) for seed in range(2000)])
+    drawn = choose_tokens(batch, [chooser(seed=seed) for seed in range(2000)])
     assert_drawn_from(reference(ROW), [chosen.token for chosen in drawn])
-    drawn = choose(batch, [chooser(seed=7, index=index, n=128) for index in range(2000)])
+    drawn = choose_tokens(batch, [chooser(seed=7, index=index, n=128) for index in range(2000)])
     assert_drawn_from(reference(ROW), [chosen.token for chosen in drawn])
 
 
@@ -103,7 +105,7 @@ def test_the_ends_of_the_sums_are_not_beyond_them(first, number, monkeypatch):
     row = torch.full((1, 1300), -math.inf)
     row[0, [first, first + 5, first + 555]] = torch.tensor([0.1, 0.7, 0.3])
     monkeypatch.setattr(Chooser, "uniform", lambda self: number)
-    (chosen,) = choose(row, [chooser(1300)])
+    (chosen,) = choose_tokens(row, [chooser(1300)])
     assert chosen.token == first + {0.0: 0, 0.3: 5}.get(number, 555)
 
 
@@ -171,7 +173,7 @@ def generated(asked, others, row, steps=12):
         logits = torch.randn(len(batch), WIDTH, generator=torch.Generator().manual_seed(step))
         own = torch.randn(WIDTH, generator=torch.Generator().manual_seed(100 + step))
         logits[row] = own
-        tokens.append(choose(logits, batch)[row])
+        tokens.append(choose_tokens(logits, batch)[row])
     return tokens
 
 
@@ -204,9 +206,11 @@ def test_rows_drawn_together_are_as_rows_drawn_alone(monkeypatch):
     many = [{"seed": 1, **one} for one in many]
     logits = torch.randn(len(many), 3000)
     logits[::2] *= 0.1  # flat: a nucleus past the first ranking, in some rows of the part
-    alone = [choose(logits[i : i + 1], [chooser(3000, **one)])[0] for i, one in enumerate(many)]
+    alone = [
+        choose_tokens(logits[i : i + 1], [chooser(3000, **one)])[0] for i, one in enumerate(many)
+    ]
     monkeypatch.setattr(sampling, "_parts", lambda rows, device: [(rows, rows)] if rows else [])
-    together = choose(logits, [chooser(3000, **one) for one in many])
+    together = choose_tokens(logits, [chooser(3000, **one) for one in many])
     assert [c.token for c in together] == [c.token for c in alone]
     assert [i for i, _ in together[1].top] == [i for i, _ in alone[1].top]
 
@@ -248,7 +252,7 @@ def test_penalties_follow_their_formulas():
                 expected[i] = expected[i] / 1.5 if expected[i] > 0 else expected[i] * 1.5
             expected[i] -= 0.25 * output.count(i) + 0.75 * (i in output)
         before = row.clone()
-        (chosen,) = choose(row[None], [one])
+        (chosen,) = choose_tokens(row[None], [one])
         assert chosen.token == int(expected.argmax())
         assert torch.equal(row, before)  # the caller's logits stay
         output.append(chosen.token)
@@ -267,7 +271,7 @@ def test_min_tokens_bars_the_ends_until_then():
     asked = {"min_tokens": 3, "stop_token_ids": [2], "temperature": 0.0}
     one = chooser(4, eos=frozenset({0, 77}), **asked)
     row = torch.tensor([[9.0, 1.0, 8.0, 0.0]])
-    assert [choose(row, [one])[0].token for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert [choose_tokens(row, [one])[0].token for _ in range(5)] == [1, 1, 1, 0, 0]
 
 
 def test_not_a_number_fails_its_row_alone():
@@ -277,7 +281,7 @@ def test_not_a_number_fails_its_row_alone():
     )
     for asked in ({"temperature": 0.0}, {"top_k": 1}, {"seed": 1, "top_p": 0.1}):
         choosers = [chooser(3, logprobs=3, **asked) for _ in range(5)]
-        a, b, c, d, e = choose(logits, choosers)
+        a, b, c, d, e = choose_tokens(logits, choosers)
         assert isinstance(b, ArithmeticError) and isinstance(d, ArithmeticError)
         assert "token 1 of this sequence" in str(b)
         assert (a.token, c.token, e.token) == (2, 1, 1)
@@ -285,10 +289,10 @@ def test_not_a_number_fails_its_row_alone():
         assert [t for t, _ in a.top] == [2, 1] and all(math.isfinite(v) for _, v in a.top)
         assert [one.drawn for one in choosers] == [1, 0, 1, 0, 1]
     barred = chooser(1, eos=frozenset({0}), min_tokens=1)
-    (failed,) = choose(torch.zeros(1, 1), [barred])
+    (failed,) = choose_tokens(torch.zeros(1, 1), [barred])
     assert isinstance(failed, ArithmeticError) and "min_tokens" in str(failed)
     waiting = chooser(2, eos=frozenset({0}), min_tokens=1, logprobs=0)
-    (fine,) = choose(torch.tensor([[nan, 1.0]]), [waiting])
+    (fine,) = choose_tokens(torch.tensor([[nan, 1.0]]), [waiting])
     assert fine == Chosen(1, 0.0)  # a barred NaN does not reach the log probabilities
 
 
@@ -296,26 +300,26 @@ def test_logprobs_are_the_models_own():
     row = torch.tensor(ROW)
     expected = row.log_softmax(-1)
     for asked in ({"temperature": 0.0}, {"temperature": 3.0, "top_k": 4, "logit_bias": {8: 9.0}}):
-        chosen = choose(row[None], [chooser(logprobs=5, seed=2, **asked)])[0]
+        chosen = choose_tokens(row[None], [chooser(logprobs=5, seed=2, **asked)])[0]
         assert chosen.logprob == pytest.approx(float(expected[chosen.token]), abs=1e-5)
         values, ids = expected.topk(5)
         assert [i for i, _ in chosen.top] == ids.tolist()
         assert [v for _, v in chosen.top] == pytest.approx(values.tolist(), abs=1e-5)
-    assert choose(row[None], [chooser(logprobs=0)])[0].top == ()
-    assert choose(row[None], [chooser()])[0].logprob is None
-    tied = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), [chooser(5, logprobs=2)])[0]
+    assert choose_tokens(row[None], [chooser(logprobs=0)])[0].top == ()
+    assert choose_tokens(row[None], [chooser()])[0].logprob is None
+    tied = choose_tokens(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), [chooser(5, logprobs=2)])[0]
     assert [i for i, _ in tied.top] == [1, 2]
-    assert len(choose(torch.zeros(1, 3), [chooser(3, logprobs=20)])[0].top) == 3
+    assert len(choose_tokens(torch.zeros(1, 3), [chooser(3, logprobs=20)])[0].top) == 3
 
 
 def test_shapes_and_types():
-    assert choose(torch.zeros(0, 9), []) == []
+    assert choose_tokens(torch.zeros(0, 9), []) == []
     with pytest.raises(ValueError, match=r"logits \(2, 50\).*1 choosers"):
-        choose(torch.zeros(2, WIDTH), [chooser()])
+        choose_tokens(torch.zeros(2, WIDTH), [chooser()])
     with pytest.raises(ValueError, match="vocabulary"):
-        choose(torch.zeros(1, 9), [chooser()])
+        choose_tokens(torch.zeros(1, 9), [chooser()])
     half = torch.tensor([ROW], dtype=torch.bfloat16)
-    assert choose(half, [chooser(temperature=0.0)])[0].token == int(half.argmax())
+    assert choose_tokens(half, [chooser(temperature=0.0)])[0].token == int(half.argmax())
 
 
 def test_what_is_given_is_kept_in_one_form():
@@ -405,7 +409,7 @@ def test_the_ends_of_every_range_stay_finite(asked):
     one = chooser(**asked, prompt=range(50))
     huge = torch.tensor([ROW]) * 1e30
     for _ in range(20):
-        (chosen,) = choose(huge, [one])
+        (chosen,) = choose_tokens(huge, [one])
         assert 0 <= chosen.token < 50
     heat, deepest, top_p = one.rule().view(np.float32)[[0, 1, 3]]
     assert 0 < heat < INF and deepest > 0 and 0 < top_p <= 1
@@ -421,7 +425,7 @@ def test_a_row_that_fails_fails_alone(place, monkeypatch):
         {"seed": 2, "logprobs": 3, "logit_bias": {7: 3}},
     ]
     logits = torch.tensor([ROW] * 4)
-    wanted = [choose(logits[:1], [chooser(**one)])[0] for one in asked[:3]]
+    wanted = [choose_tokens(logits[:1], [chooser(**one)])[0] for one in asked[:3]]
     logits[3, -1] = 5.5
     inner = getattr(sampling, place)
 
@@ -433,6 +437,6 @@ def test_a_row_that_fails_fails_alone(place, monkeypatch):
     monkeypatch.setattr(sampling, place, broken)
     monkeypatch.setattr(sampling, "_parts", lambda rows, _: [(rows, rows)] if rows else [])
     choosers = [chooser(**one) for one in asked]
-    *others, failed = choose(logits, choosers)
+    *others, failed = choose_tokens(logits, choosers)
     assert others == wanted and isinstance(failed, RuntimeError)
     assert [one.drawn for one in choosers] == [1, 1, 1, 0]

@@ -10,12 +10,13 @@ from tiny import character_tokenizer
 
 import billfish
 from billfish.engine.cuda import runner as gpu
-from billfish.engine.cuda.chunks import Cut
+from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS
 from billfish.engine.cuda.tables import DecodeAttention, Tables
 from billfish.engine.kv.cache import Room
-from billfish.engine.kv.rotation import Turn, blocks
+from billfish.engine.kv.codes import channel_blocks
+from billfish.engine.kv.rotation import Rotation
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels import device
 from billfish.models.decoder import Decoder, Shape
@@ -197,8 +198,8 @@ def test_attention(kv, head_dim, dtype, window, invariant):
         scores = (k @ q[i].double()[:, :, None])[:, :, 0] * shape.scale
         wanted.append((scores.softmax(-1)[:, None] @ v)[:, 0])
     wanted = torch.stack(wanted)
-    cut = Cut(kv, 3, device.gpu(DEVICE).sms, invariant)
-    tables = Tables(len(lengths), max(lengths), shape.windows, cut, DEVICE)
+    chunking = Chunking(kv, 3, device.gpu(DEVICE).sms, invariant)
+    tables = Tables(len(lengths), max(lengths), shape.windows, chunking, DEVICE)
     tables.fill(pieces_of(lengths, pages), len(lengths))
     attention = DecodeAttention(shape, dtype, pool, tables)
     out, again = torch.empty_like(q), torch.empty_like(q)
@@ -261,15 +262,15 @@ def test_store_and_gather(kv, head_dim, dtype):
 def test_turned_and_carried(head_dim, group, dtype):
     shape, tokens = Shape(2, 2 * group, 2, head_dim, 9, 9999, (None, None), 1.0), 400
     matrices = torch.randn(2, 2, 2, head_dim, head_dim) / head_dim**0.5
-    turn = Turn(torch.randn(2, 2, head_dim), *matrices, torch.zeros_like(matrices[0]))
-    for now, later in blocks(head_dim):
-        part = turn.carry[..., now, later]
+    rotation = Rotation(torch.randn(2, 2, head_dim), *matrices, torch.zeros_like(matrices[0]))
+    for now, later in channel_blocks(head_dim):
+        part = rotation.feedback[..., now, later]
         part.copy_(2 * torch.randn(part.shape) / head_dim**0.5)
     pool, oracle = (
         POOLS["kv4"](Room(2, 8, 64, 2, head_dim, dtype, torch.device(d))) for d in DEVICES
     )
     still = torch.ones(9, head_dim // 2, dtype=dtype)  # RoPE by 0
-    kernels = Fused(shape, dtype, DEVICE, pool, still, torch.zeros_like(still), turn)
+    kernels = Fused(shape, dtype, DEVICE, pool, still, torch.zeros_like(still), rotation)
     qkv = torch.randn(tokens, group + 2, 2, head_dim).to(dtype)
     positions = torch.zeros(tokens, device=DEVICE, dtype=torch.int32)
     slots = torch.randperm(512)[:tokens].int()
@@ -281,10 +282,10 @@ def test_turned_and_carried(head_dim, group, dtype):
     grouped = q.double().reshape(tokens, 2, group, head_dim)
     wanted = torch.einsum("thgd,hde->thge", grouped, tq).reshape(q.shape)
     assert torch.allclose(q_out.cpu().double(), wanted, rtol=2**-7, atol=2**-7)
-    keys = torch.einsum("thd,hde->the", k.double() - turn.mean[1], tk).float()
+    keys = torch.einsum("thd,hde->the", k.double() - rotation.mean[1], tk).float()
     real = slots >= 0
-    carry = turn.carry[1].half().float()
-    oracle.write(1, slots[real].long(), keys[real], v[real], carry)
+    feedback = rotation.feedback[1].half().float()
+    oracle.write(1, slots[real].long(), keys[real], v[real], feedback)
     # Where a sum's last bit turns a code, the rest of its token and head follows; else all is even.
     pages = torch.arange(8)
     (k_ours, v_ours), (k_wanted, v_wanted) = (

@@ -12,9 +12,9 @@ import torch
 from cpp_compiler import compile_cpp, needs_compiler
 
 import billfish
-from billfish.engine.cuda import tables as decode
-from billfish.engine.cuda.chunks import MOST, Cut
+from billfish.engine.cuda.chunks import MOST, Chunking
 from billfish.engine.cuda.pool import POOLS
+from billfish.engine.cuda.tables import HEAD_DIMS, TYPES, Tables, rows_of, shared_bytes
 from billfish.engine.kv.cache import Room
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels import jit
@@ -48,7 +48,7 @@ def compiled(tmp_path_factory):
                 f"-I{HERE}",
                 f"-I{INCLUDE}",
                 f'-DKERNEL_FILE="{source}"',
-                f"-DTYPE={decode.TYPES[dtype]}",
+                f"-DTYPE={TYPES[dtype]}",
                 f"-DFORMAT={kv.capitalize()}",
                 f"-DHEAD_DIM={head_dim}",
             )
@@ -99,8 +99,8 @@ class Case:
     def run(self, compiled, scale, window=0, blocks=5, seed=1, changed=None, invariant=False):
         head_dim = self.q.shape[-1]
         kv_heads = self.q.shape[1] // self.group
-        cut = Cut(self.kv, kv_heads, sms=blocks, invariant=invariant)
-        tables = decode.Tables(len(self.lengths), max(self.lengths), (window or None,), cut, CPU)
+        chunking = Chunking(self.kv, kv_heads, sms=blocks, invariant=invariant)
+        tables = Tables(len(self.lengths), max(self.lengths), (window or None,), chunking, CPU)
         pieces = [
             Piece(
                 Sequence(
@@ -116,7 +116,7 @@ class Case:
             for start, length in zip(self.starts, self.lengths, strict=True)
         ]
         tables.fill(pieces, len(pieces))
-        smem = decode.shared_bytes(self.kv, head_dim)
+        smem = shared_bytes(self.kv, head_dim)
         numbers = (seed, len(pieces), kv_heads, self.group, blocks, scale * math.log2(math.e), smem)
         inputs = (self.pool.records, self.q, tables.card, tables.columns["heads"])
         given = b"".join(map(bytes_of, inputs))
@@ -193,8 +193,8 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
 
 
 @pytest.mark.parametrize("kv", POOLS)
-@pytest.mark.parametrize("head_dim", decode.HEAD_DIMS)
-@pytest.mark.parametrize("kind", decode.TYPES.values())
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", TYPES.values())
 def test_it_compiles_without_spills(kv, head_dim, kind):
     name = f"billfish::attend<billfish::{kind}, billfish::{kv.capitalize()}, {head_dim}>"
     cubin = jit.build(jit.Program(SOURCE, name), "sm_90a")
@@ -205,11 +205,11 @@ def test_it_compiles_without_spills(kv, head_dim, kind):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("window", [None, 4096])
 def test_chunks_cover_every_page_and_are_few(window, invariant):
-    cut = Cut("kv4", 8, 132, invariant)
+    chunking = Chunking("kv4", 8, 132, invariant)
     lengths = np.array([0, 1, 64, 65, 511, 513, 4096, 5000, 40_000, 131_072], np.int32)
     starts = 3 * np.arange(len(lengths), dtype=np.int32)
-    rows = decode.rows_of(lengths, starts, window, cut)
-    assert len(rows) <= cut.most_chunks(len(lengths))
+    rows = rows_of(lengths, starts, window, chunking)
+    assert len(rows) <= chunking.most_chunks(len(lengths))
     for i in range(len(lengths)):
         _, table, token, pages, number, count, _, length = mine = rows[rows[:, 0] == i].T
         assert (number == np.arange(len(number))).all() and (count == len(number)).all()
@@ -223,9 +223,9 @@ def test_chunks_cover_every_page_and_are_few(window, invariant):
 
 def test_invariant_chunks_follow_from_a_length_alone():
     pages = np.array([1, 8, 9, 300, 0, 2048], np.int32)
-    together = Cut("kv4", 8, 132, True).chunks(pages)
+    together = Chunking("kv4", 8, 132, True).chunks(pages)
     assert together.tolist() == [
-        int(Cut("kv16", 2, 10, True).chunks(pages[i : i + 1])[0]) for i in range(len(pages))
+        int(Chunking("kv16", 2, 10, True).chunks(pages[i : i + 1])[0]) for i in range(len(pages))
     ]
 
 
@@ -249,29 +249,29 @@ SWEPT = [
 @pytest.mark.parametrize(("kv", "sequences", "tokens", "best"), SWEPT)
 def test_chunks_are_about_as_long_as_the_quickest_were(kv, sequences, tokens, best):
     pages = np.full(sequences, tokens // PAGE, np.int32)
-    found = Cut(kv, 8, 132).chunks(pages)
+    found = Chunking(kv, 8, 132).chunks(pages)
     assert (found == found[0]).all()
     assert (0.5 if sequences == 1 else 0.9) < tokens / PAGE / found[0] / best < 1.1
 
 
 def test_a_long_text_among_many_short_ones_is_cut():
     pages = np.array([512] + [2] * 63, np.int32)
-    found = Cut("kv4", 8, 132).chunks(pages)
+    found = Chunking("kv4", 8, 132).chunks(pages)
     assert found[0] > 8 and (found[1:] == 1).all()
 
 
 def test_many_long_texts_fit_their_workspace():
     pages = np.arange(1, 1025, dtype=np.int32)
-    cut = Cut("kv16", 8, 132)
-    assert cut.chunks(pages).sum() <= cut.most_chunks(len(pages))
+    chunking = Chunking("kv16", 8, 132)
+    assert chunking.chunks(pages).sum() <= chunking.most_chunks(len(pages))
 
 
 def test_tables_that_advance_are_those_built_anew(monkeypatch):
     sequences = [Sequence(str(i), [], 400, pages=[8 * i, 8 * i + 1]) for i in range(3)]
-    cut = Cut("kv4", 8, 132)
-    old, advanced, inner = decode.Tables(4, 512, (None, None), cut, CPU), [], decode.Tables._advance
+    chunking = Chunking("kv4", 8, 132)
+    old, advanced, inner = Tables(4, 512, (None, None), chunking, CPU), [], Tables._advance
     monkeypatch.setattr(
-        decode.Tables, "_advance", lambda *args: advanced.append(inner(*args)) or advanced[-1]
+        Tables, "_advance", lambda *args: advanced.append(inner(*args)) or advanced[-1]
     )
     for step in range(100):
         starts = [40 + step, 7 + step, 60 + step]
@@ -282,7 +282,7 @@ def test_tables_that_advance_are_those_built_anew(monkeypatch):
         pieces = pieces[: 3 - step % 37 // 36]  # one leaves, and comes back
         old.fill(pieces, 4)
         before = len(advanced)
-        new = decode.Tables(4, 512, (None, None), cut, CPU)
+        new = Tables(4, 512, (None, None), chunking, CPU)
         new.fill(pieces, 4)
         assert not any(advanced[before:])
         end = new._shape[2]

@@ -22,10 +22,11 @@ import billfish
 from billfish.engine.cuda import fused
 from billfish.engine.cuda.pool import POOLS
 from billfish.engine.kv.cache import Room
-from billfish.engine.kv.rotation import Turn, blocks
+from billfish.engine.kv.codes import channel_blocks
+from billfish.engine.kv.rotation import Rotation
 from billfish.engine.params import SamplingParams
-from billfish.engine.sampling import RULE, Chooser, choose
-from billfish.models.decoder import Shape, _rotate
+from billfish.engine.sampling import RULE, Chooser, choose_tokens
+from billfish.models.decoder import Shape, apply_rope
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -109,7 +110,7 @@ def on_cpu(monkeypatch, libraries):
 class Case:
     """A pool of two layers, RoPE's tables, and the Fused of both."""
 
-    def __init__(self, kind, head_dim, dtype, group=4, kv_heads=2, rotary=None, turn=None):
+    def __init__(self, kind, head_dim, dtype, group=4, kv_heads=2, rotary=None, rotation=None):
         self.kind, self.head_dim, self.dtype, self.group = kind, head_dim, dtype, group
         self.kv_heads, self.rotary = kv_heads, rotary or head_dim
         heads = kv_heads * group
@@ -117,7 +118,7 @@ class Case:
         angles = torch.arange(99)[:, None] / 10000 ** (torch.arange(0, self.rotary, 2) / 90)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.pool = self.new_pool()
-        self.fused = fused.Fused(self.shape, dtype, CPU, self.pool, self.cos, self.sin, turn)
+        self.fused = fused.Fused(self.shape, dtype, CPU, self.pool, self.cos, self.sin, rotation)
 
     def new_pool(self):
         size = (2, 3, 64, self.kv_heads, self.head_dim)
@@ -134,7 +135,7 @@ class Case:
     def rotate(self, x, positions):
         cos = self.cos[positions].repeat(1, 2)[:, None]
         sin = self.sin[positions]
-        return _rotate(x, cos, torch.cat((-sin, sin), -1)[:, None])
+        return apply_rope(x, cos, torch.cat((-sin, sin), -1)[:, None])
 
     def store(self, qkv, positions, slots, **norms):
         heads = self.kv_heads * self.group
@@ -149,9 +150,9 @@ POSITIONS, SLOTS = [0, 98, 5, 6, 33], [63, 64, -1, 190, 65]  # a page's end, pad
 REAL = [i for i, slot in enumerate(SLOTS) if slot >= 0]
 
 
-def stored_by_torch(case, k, v, carry=None):
+def stored_by_torch(case, k, v, feedback=None):
     pool = case.new_pool()
-    pool.write(1, torch.tensor(SLOTS)[REAL], k[REAL], v[REAL], carry)
+    pool.write(1, torch.tensor(SLOTS)[REAL], k[REAL], v[REAL], feedback)
     return pool
 
 
@@ -247,7 +248,7 @@ def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
     found = torch.zeros(len(logits), 2, dtype=torch.int32)
     rules = torch.from_numpy(numpy.stack([chooser.rule() for chooser in choosers()]))
     run.draw(logits, rules, found)
-    assert found[:, 0].tolist() == [one.token for one in choose(logits.float(), choosers())]
+    assert found[:, 0].tolist() == [one.token for one in choose_tokens(logits.float(), choosers())]
     assert torch.equal(found[:, 1].view(torch.float32), logits.float().amax(-1))
 
 
@@ -295,7 +296,7 @@ def test_what_no_kernel_can_do_is_refused(on_cpu):
 @every_size
 @every_dtype
 def test_store_and_gather(on_cpu, kind, head_dim, dtype):
-    """Bit for bit what _rotate and Pool.write do; and back what Pool.read does."""
+    """Bit for bit what apply_rope and Pool.write do; and back what Pool.read does."""
     for group, rotary in ((1, head_dim), (3, 40), (4, head_dim), (8, head_dim // 2)):
         case = Case(kind, head_dim, dtype, group, rotary=rotary)
         qkv = case.qkv(5)
@@ -356,13 +357,13 @@ def test_heads_are_normed_first(on_cpu, head_dim, dtype):
     assert torch.equal(read_v[slots], v[REAL])
 
 
-def turn_of(layers, kv_heads, head_dim):
+def rotation_of(layers, kv_heads, head_dim):
     matrices = torch.randn(2, layers, kv_heads, head_dim, head_dim) / head_dim**0.5
     mean = torch.randn(layers, kv_heads, head_dim)
-    carry = torch.zeros_like(matrices[0])
-    for now, later in blocks(head_dim):
-        carry[..., now, later] = 2 * torch.randn(carry[..., now, later].shape) / head_dim**0.5
-    return Turn(mean, *matrices, carry)
+    feedback = torch.zeros_like(matrices[0])
+    for now, later in channel_blocks(head_dim):
+        feedback[..., now, later] = 2 * torch.randn(feedback[..., now, later].shape) / head_dim**0.5
+    return Rotation(mean, *matrices, feedback)
 
 
 @needs_compiler
@@ -370,18 +371,18 @@ def turn_of(layers, kv_heads, head_dim):
 @every_dtype
 @pytest.mark.parametrize("group", [1, 3, 8, 12])
 def test_turned(on_cpu, head_dim, dtype, group):
-    turn = turn_of(2, 2, head_dim)
-    case = Case("kv4", head_dim, dtype, group, turn=turn)
+    rotation = rotation_of(2, 2, head_dim)
+    case = Case("kv4", head_dim, dtype, group, rotation=rotation)
     qkv = case.qkv(5)
     q, k, v = case.parts(qkv)
     got = case.store(qkv, POSITIONS, SLOTS)
-    tq, tk = (m[1].half().double() for m in (turn.to_queries, turn.to_keys))
+    tq, tk = (m[1].half().double() for m in (rotation.to_queries, rotation.to_keys))
     grouped = case.rotate(q, POSITIONS).double().view(5, 2, group, head_dim)
     wanted = torch.einsum("thgd,hde->thge", grouped, tq).to(dtype).reshape(got.shape)
     assert nearly(got, wanted, 0.02)
-    shifted = case.rotate(k, POSITIONS).double() - turn.mean[1]
+    shifted = case.rotate(k, POSITIONS).double() - rotation.mean[1]
     keys = torch.einsum("thd,hde->the", shifted, tk).float()
-    exact = stored_by_torch(case, keys, v, turn.carry[1].half().float())
+    exact = stored_by_torch(case, keys, v, rotation.feedback[1].half().float())
     # Sums in fp32, errors carried in fp16: of the codes a few may fall the other way.
     assert (case.pool.records != exact.records).float().sum() <= 0.002 * keys.numel()
     slots = torch.tensor(SLOTS)[REAL]
@@ -396,10 +397,10 @@ def test_turned(on_cpu, head_dim, dtype, group):
 @every_size
 @every_dtype
 def test_extremes_are_carried_as_pool_does(on_cpu, head_dim, dtype):
-    turn = turn_of(2, 2, head_dim)
-    turn.mean.zero_()
-    turn.to_keys[:] = torch.eye(head_dim)
-    case = Case("kv4", head_dim, dtype, 1, turn=turn)
+    rotation = rotation_of(2, 2, head_dim)
+    rotation.mean.zero_()
+    rotation.to_keys[:] = torch.eye(head_dim)
+    case = Case("kv4", head_dim, dtype, 1, rotation=rotation)
     qkv = case.qkv(5)
     _, k, v = case.parts(qkv)
     k[0, 0], k[0, 1], k[1, 1, 5], k[3, 0, 3], k[4, 0, :9] = 0, 1.5, torch.nan, -torch.inf, 300
@@ -407,7 +408,7 @@ def test_extremes_are_carried_as_pool_does(on_cpu, head_dim, dtype):
     case.store(qkv, [0] * 5, SLOTS)
     keys = case.rotate(k, [0] * 5).float().clamp(-65504, 65504)
     keys[1, 1] = torch.nan
-    wanted = stored_by_torch(case, keys, v, turn.carry[1].half().float())
+    wanted = stored_by_torch(case, keys, v, rotation.feedback[1].half().float())
     codes = case.pool.record_bytes(head_dim) - 64 * 8  # grids may be NaN of another kind
     assert torch.equal(case.pool.records[..., :codes], wanted.records[..., :codes])
     for one, other in zip(

@@ -10,7 +10,7 @@ from billfish import LLM, SamplingParams
 from billfish.checkpoints import write as files
 from billfish.checkpoints.verify import verify
 from billfish.cli.app import app
-from billfish.engine.kv import calibration as calibrated
+from billfish.engine.kv import stored
 from billfish.errors import UserError
 from billfish.offline import driver, kv
 from billfish.offline.request import QuantizeRequest
@@ -49,24 +49,24 @@ def packed(tmp_path_factory):
     )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert told["kv"]["file"] == calibrated.KV_FILE and told["kv"]["tokens"] > 500
+    assert told["kv"]["file"] == stored.KV_FILE and told["kv"]["tokens"] > 500
     return room / "packed"
 
 
 def test_the_checkpoint_is_whole(packed):
     assert verify(packed)["ok"]
-    (packed / calibrated.KV_FILE).rename(packed / "elsewhere")
+    (packed / stored.KV_FILE).rename(packed / "elsewhere")
     try:
         assert not verify(packed)["ok"]  # it is in the manifest
     finally:
-        (packed / "elsewhere").rename(packed / calibrated.KV_FILE)
+        (packed / "elsewhere").rename(packed / stored.KV_FILE)
 
 
 def test_kv4_takes_what_is_stored(packed, monkeypatch):
     def refuse(*_):
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(calibrated, "calibrate", refuse)
+    monkeypatch.setattr(stored, "find_rotation", refuse)
     with LLM(packed, kv="kv4") as made:
         (output,) = made.generate(["a billfish"], GREEDY)
         assert len(output.outputs[0].token_ids) == 12
@@ -104,9 +104,9 @@ def test_stopped_in_any_stage_the_same_request_goes_on(packed, tmp_path, monkeyp
         return write
 
     real = files.write_atomically
-    places = [files.INDEX, "config.json", calibrated.KV_FILE, driver.REPORT, files.MANIFEST]
+    places = [files.INDEX, "config.json", stored.KV_FILE, driver.REPORT, files.MANIFEST]
     patches = {
-        "calibrate": [(kv, "calibrate", stop)],
+        "calibrate": [(kv, "find_rotation", stop)],
         "write": [(files, "write_atomically", stop_at(place)) for place in places],
         "clean": [(driver.shutil, "rmtree", stop)],
     }
@@ -117,7 +117,7 @@ def test_stopped_in_any_stage_the_same_request_goes_on(packed, tmp_path, monkeyp
         if stage != "clean":
             assert not (wanted.output / files.MANIFEST).exists()
     result = driver.quantize(wanted)
-    assert result["kv"]["file"] == calibrated.KV_FILE
+    assert result["kv"]["file"] == stored.KV_FILE
     assert contents(wanted.output) == contents(packed)
 
 

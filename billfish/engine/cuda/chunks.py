@@ -25,7 +25,7 @@ PART, PART_SHORT, ADD, ADD_EACH = 0.5, 12.0, 1.0, 0.3
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunking:
     kv: str
     kv_heads: int
     sms: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine.cuda.pool import Pool
-from billfish.engine.kv.rotation import Turn
+from billfish.engine.kv.rotation import Rotation
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.models.decoder import Shape
@@ -27,8 +27,8 @@ MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
 DRAW_THREADS = 1024
-TURNED_GROUP = 16  # query heads of a kv head
-TURNED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
+ROTATED_GROUP = 16  # query heads of a kv head
+ROTATED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
 GATHER_SLOTS = 8
 
 
@@ -56,7 +56,7 @@ class Fused:
         pool: Pool,
         cos: Tensor,  # (positions, rotary / 2), dtype
         sin: Tensor,
-        turn: Turn | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         assert dtype == pool.dtype and cos.dtype == sin.dtype == dtype
         assert shape.head_dim == pool.head_dim and cos.shape == sin.shape
@@ -64,27 +64,27 @@ class Fused:
         self.group, self.rotary = shape.heads // shape.kv_heads, 2 * cos.shape[1]
         if self.rotary % 8 or self.rotary > shape.head_dim:
             raise ValueError(f"RoPE over {self.rotary} of {shape.head_dim} dimensions")
-        if turn is not None and self.group > TURNED_GROUP:
+        if rotation is not None and self.group > ROTATED_GROUP:
             raise ValueError(f"{self.group} query heads for a kv head, turned")
         self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
         self._norm, self._swiglu, self._embed, self._draw, self._store, self._gather = (
             _kernel(program).load(device)
-            for program in programs(dtype, pool.name, shape.head_dim, turn is not None)
+            for program in programs(dtype, pool.name, shape.head_dim, rotation is not None)
         )
         self._limit = numpy.float32(pool.limit)
         self._layer_bytes = pool.records[0].nbytes
-        self._turn: tuple[Tensor, ...] = ()
+        self._rotation: tuple[Tensor, ...] = ()
         self._threads, self._most_blocks = 32 * min(self.group + 2, STORE_WARPS), 2**31 - 1
-        if turn is not None:
-            mean = turn.mean.to(device, torch.float32).contiguous()
-            self._turn = (
+        if rotation is not None:
+            mean = rotation.mean.to(device, torch.float32).contiguous()
+            self._rotation = (
                 mean,
-                _fragments(turn.to_keys, device),
-                _fragments(turn.to_queries, device),
-                _fragments(turn.carry, device),
+                _fragments(rotation.to_keys, device),
+                _fragments(rotation.to_queries, device),
+                _fragments(rotation.feedback, device),
             )
             self._threads = 2 * shape.head_dim  # a warp for 16 outputs
-            blocks = TURNED_BLOCKS * self._store.gpu.sms // shape.kv_heads
+            blocks = ROTATED_BLOCKS * self._store.gpu.sms // shape.kv_heads
             self._most_blocks = max(1, blocks)
 
     def embed(self, tokens: Tensor, found: Tensor, table: Tensor, out: Tensor) -> None:
@@ -155,7 +155,7 @@ class Fused:
             slots.data_ptr(),
             q_norm.data_ptr() if q_norm is not None else 0,
             k_norm.data_ptr() if k_norm is not None else 0,
-            *([each[layer].data_ptr() for each in self._turn] or (0, 0, 0, 0)),
+            *([each[layer].data_ptr() for each in self._rotation] or (0, 0, 0, 0)),
             q_out.data_ptr(),
             self._records(layer),
             tokens,

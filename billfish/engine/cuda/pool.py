@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from billfish.engine.kv.cache import Room, _encode, _largest, _round_up
+from billfish.engine.kv.cache import Room
+from billfish.engine.kv.codes import encode_tokens, largest
 from billfish.errors import UserError
 
 PAGE_TOKENS = 64
@@ -36,23 +37,23 @@ class Pool:
                 f"bf16; not {page_tokens}, {head_dim}, {dtype}."
             )
         self.page_tokens, self.head_dim, self.dtype = page_tokens, head_dim, dtype
-        self.limit = _largest(dtype)
+        self.limit = largest(dtype)
         shape = (room.layers, room.pages, room.kv_heads, self.record_bytes(head_dim))
         self.records = torch.zeros(shape, dtype=torch.uint8, device=room.device)
         self._places = places(self.bits, head_dim).to(room.device)
         self._grids = grid_places(self.bits, head_dim).to(room.device)
 
     def write(
-        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, carry: Tensor | None = None
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, feedback: Tensor | None = None
     ) -> None:
-        """`carry`: as _encode takes it; whoever turned K has it."""
+        """`feedback`: as codes.encode takes it, for K that was rotated."""
         numbers = torch.stack((k, v), 1)  # (tokens, 2, kv_heads, head_dim)
         page, token = slots[:, None, None] // PAGE_TOKENS, slots % PAGE_TOKENS
         head = torch.arange(k.shape[1], device=k.device)[:, None]
         if self.bits == 16:
             codes = numbers.to(self.dtype).view(torch.int16)
         else:
-            codes, step, low = self._code(numbers, carry)
+            codes, step, low = encode_tokens(numbers, self.bits, self.dtype, feedback)
             grids = torch.cat((step, low), -1).transpose(1, 2).flatten(2)  # k, k, v, v
             stored = self.records[layer].view(self.dtype)
             stored[page, head, self._grids[token][:, None]] = grids
@@ -92,14 +93,6 @@ class Pool:
     def bytes_a_token(cls, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         assert dtype in DTYPES
         return layers * kv_heads * cls.record_bytes(head_dim) // PAGE_TOKENS
-
-    def _code(self, numbers: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As cache._PerToken.write: codes, step and low; NaN stays in its token and head."""
-        numbers = numbers.float().clamp(-self.limit, self.limit)
-        low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
-        low = low.to(self.dtype)
-        step = _round_up((high - low.float()) / ((1 << self.bits) - 1), self.dtype)
-        return _encode(numbers, step.float(), low.float(), self.bits, carry), step, low
 
 
 class Pool16(Pool):

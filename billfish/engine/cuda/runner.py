@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from billfish.engine.cuda import fused
-from billfish.engine.cuda import tables as decode
-from billfish.engine.cuda.chunks import Cut
+from billfish.engine.cuda import fused, tables
+from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
-from billfish.engine.kv.rotation import Turn
+from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit
@@ -39,14 +38,14 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
         return f"its kernels are for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
     group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
     rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
-    if decoder.dtype not in decode.TYPES:
+    if decoder.dtype not in tables.TYPES:
         return f"its kernels take float16 and bfloat16, not {decoder.dtype}"
     if kv not in POOLS:
         return f"its kernels take {', '.join(POOLS)}, not {kv}"
-    if shape.head_dim not in decode.HEAD_DIMS or rotary % 8:
+    if shape.head_dim not in tables.HEAD_DIMS or rotary % 8:
         return f"heads of {shape.head_dim}, {rotary} of them turned by RoPE: it takes 64 and 128"
-    if group > decode.MOST_GROUP:
-        return f"{group} heads share a K head; its kernels take at most {decode.MOST_GROUP}"
+    if group > tables.MOST_GROUP:
+        return f"{group} heads share a K head; its kernels take at most {tables.MOST_GROUP}"
     if width % fused.CHUNK or width > fused.MOST_WIDTH:
         return f"hidden states of {width}; its kernels take multiples of 8 up to {fused.MOST_WIDTH}"
     return None
@@ -69,23 +68,23 @@ class GpuRunner:
         pool: Pool,
         most_sequences: int,
         most_tokens: int,  # of one sequence
-        turn: Turn | None = None,
+        rotation: Rotation | None = None,
         graphs: bool = True,
         invariant: bool = False,  # a row's bits do not depend on the others
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
         shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
-        programs = fused.programs(dtype, pool.name, shape.head_dim, turn is not None)
-        jit.build_all([*programs, decode.program(shape, dtype, pool.name)], gpu(device).arch, _say)
+        programs = fused.programs(dtype, pool.name, shape.head_dim, rotation is not None)
+        jit.build_all([*programs, tables.program(shape, dtype, pool.name)], gpu(device).arch, _say)
         positions = torch.arange(most_tokens, device=device)
         cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
-        self.fused = Fused(shape, dtype, device, pool, cos, sin, turn)
-        cut = Cut(pool.name, shape.kv_heads, gpu(device).sms, invariant)
-        self.tables = Tables(most_sequences, most_tokens, shape.windows, cut, device)
+        self.fused = Fused(shape, dtype, device, pool, cos, sin, rotation)
+        chunking = Chunking(pool.name, shape.kv_heads, gpu(device).sms, invariant)
+        self.tables = Tables(most_sequences, most_tokens, shape.windows, chunking, device)
         self.attention = DecodeAttention(shape, dtype, pool, self.tables)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # The next token of each row and the best one's logit; read by the next decode, and by the
-        # host from two places in turn: one is read while the other is written.
+        # Each row's next token and largest logit; read by the next decode, and by the host from
+        # two pinned buffers by turns: one is read while the other is written.
         self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from billfish.engine.cuda.chunks import BLOCKS, MOST, Cut
+from billfish.engine.cuda.chunks import BLOCKS, MOST, Chunking
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.runner import Rules
 from billfish.engine.sampling import RULE
@@ -47,13 +47,13 @@ def rows_of(
     lengths: NDArray[np.int32],
     starts: NDArray[np.int32],  # where each sequence's pages begin in the table
     window: int | None,
-    cut: Cut,
+    chunking: Chunking,
 ) -> NDArray[np.int32]:  # (chunks, 8): attention.cuh's Chunk
     """What blocks take, one after the other. Chunks of a sequence differ by a page at most."""
     begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
     first = begin // PAGE
     pages = -(-lengths // PAGE) - first
-    counts = cut.chunks(pages)
+    counts = chunking.chunks(pages)
     rows = np.empty((int(counts.sum()), ROW), np.int32)
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
@@ -75,8 +75,8 @@ class Tables:
     [tokens][positions][slots][count of chunks, where their rows are: a pair a window]
     [how each row draws][rows of chunks][pages]
 
-    It goes to the card through pinned memory, by two places in turn: when one is filled again, the
-    copy from it has long been made, since the decode that it was for has been read.
+    It goes to the card through two pinned buffers by turns: when one is filled again, the copy from
+    it is done, since the host has read the results of the decode that it was for.
     """
 
     def __init__(
@@ -84,15 +84,19 @@ class Tables:
         sequences: int,
         most_tokens: int,
         windows: tuple[int | None, ...],
-        cut: Cut,
+        chunking: Chunking,
         device: torch.device,
     ) -> None:
-        self.sequences, self.kinds, self.cut = sequences, list(dict.fromkeys(windows)), cut
+        self.sequences, self.kinds, self.chunking = (
+            sequences,
+            list(dict.fromkeys(windows)),
+            chunking,
+        )
         widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
         widths["heads"] = len(self.kinds) * ROW
         widths["rules"] = sequences * RULE
         self._fixed = sum(widths.values())
-        rows = len(self.kinds) * cut.most_chunks(sequences) * ROW
+        rows = len(self.kinds) * chunking.most_chunks(sequences) * ROW
         self.most_pages = math.ceil(most_tokens / PAGE)  # of a sequence
         size = self._fixed + rows + sequences * self.most_pages
         pinned = device.type == "cuda"
@@ -155,7 +159,7 @@ class Tables:
         ]
         sizes = np.array([len(pages) for pages in lists], np.int32)
         starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-        made = [rows_of(where + 1, starts, window, self.cut) for window in self.kinds]
+        made = [rows_of(where + 1, starts, window, self.chunking) for window in self.kinds]
         at = self._fixed
         pages_at = at + sum(each.size for each in made)
         for i, each in enumerate(made):
@@ -178,7 +182,7 @@ class DecodeAttention:
         self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
         self.smem = shared_bytes(pool.name, shape.head_dim)
         self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: few are few blocks
-        items = tables.cut.most_chunks(tables.sequences) * shape.kv_heads
+        items = tables.chunking.most_chunks(tables.sequences) * shape.kv_heads
         self.parts = torch.empty(
             items * (shape.head_dim * 8 + 16), dtype=torch.float32, device=device
         )
@@ -203,7 +207,7 @@ class DecodeAttention:
             shape.heads // shape.kv_heads,
             self.scale,
         )
-        blocks = min(tables.cut.blocks, len(q) * shape.kv_heads * self.most_chunks)
+        blocks = min(tables.chunking.blocks, len(q) * shape.kv_heads * self.most_chunks)
         self.kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
 
 

@@ -1,16 +1,13 @@
-"""K and V of all layers in pages: kv16, kv8 and kv4 as peers, and COMET's kv4 by channel.
+"""The KV cache of all layers in pages: kv16, kv8 and kv4 as peers, and COMET's kv4 by channel.
 
-Slot s is place s % page_tokens of page s // page_tokens. Each token's bytes are its own: a write
-never reads what is there, so pages may be shared, freed and filled again without being cleared.
-`read` is the oracle of a format: whatever attends, attends to the numbers that it gives back, with
-queries as `queries` gives them.
-Knows nothing of sequences, of who owns a page (that is the pool) and of attention.
+Slot s is place s % page_tokens of page s // page_tokens. No two tokens share a byte: a write never
+reads what is there, so pages may be shared, freed and filled again without being cleared.
+`read` is the oracle of a format: attention of any implementation must equal attention over the
+numbers that `read` returns, with queries as `queries` returns them.
+Knows nothing of sequences, of who owns a page (pages.py) and of attention.
 
     one token of one layer:   K head 0 | K head 1 | ... | V head 0 | V head 1 | ...
     kv4, one head:            byte j = code[j] | code[j + head_dim/2] << 4
-
-The grid is not formats/grid.py's: that one includes 0 and stores an integer zero, good for weights.
-Here the zero is a token's own minimum, so that heads with a bias (Qwen2's K) lose no levels.
 """
 
 from dataclasses import dataclass
@@ -19,7 +16,16 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from billfish.engine.kv.rotation import Turn, blocks
+from billfish.engine.kv.codes import (
+    INTEGERS,
+    code_bytes,
+    encode,
+    encode_tokens,
+    largest,
+    pack,
+    unpack,
+)
+from billfish.engine.kv.rotation import Rotation
 from billfish.errors import UserError
 
 
@@ -64,25 +70,25 @@ class Cache(Protocol):
         count: int,  # at most n * page_tokens
     ) -> tuple[Tensor, Tensor]:
         """The first `count` tokens of these pages: k and v, (count, kv_heads, head_dim), dtype;
-        copies, which a caller may change."""
+        copies, which the caller may overwrite."""
         ...
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
-        """(tokens, heads, head_dim): as they must be to meet the keys that `read` gives."""
+        """(tokens, heads, head_dim): queries as they must multiply the keys that `read` returns."""
         ...
 
     def nbytes(self) -> int: ...
 
     @staticmethod
     def bytes_a_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Of K and V together, all layers: a pool can be sized before it exists."""
+        """Of K and V together, all layers: to size a cache before it exists."""
         ...
 
 
 class Kv16:
-    """Numbers as they come, in the model's dtype (with fp32 models 32 bits, in spite of its name).
+    """K and V uncoded, in the model's dtype (of fp32 models 32 bits, in spite of its name).
 
-    Token-major inside a page: what `read` gathers is (tokens, ...) at once, with no second copy.
+    Token-major inside a page: what `read` gathers is (tokens, ...) without a second copy.
     """
 
     name: ClassVar[str] = "kv16"
@@ -110,44 +116,38 @@ class Kv16:
 
 
 class _PerToken:
-    """Asymmetric codes with a step and a minimum per token and head, found when it is written.
+    """Asymmetric codes with a step and a minimum (low) per token and head, computed on write.
 
-        number = code * step + low      step = (max - min) / (2^bits - 1), rounded up
+    Step and low are in the model's dtype, not always in fp16: bf16 numbers may exceed 65504, where
+    an fp16 low is inf, and low is one of the token's own numbers, exact in their dtype, so that
+    equal numbers come back bit for bit. The price is bf16's step, up to 2^-7 (0.8 %) too wide. The
+    step is rounded up, not to nearest: the grid then always reaches the maximum, also in fp16's
+    subnormals, and no error exceeds half the stored step.
 
-    Step and low are in the model's dtype, not always in fp16. bf16 numbers may pass 65504, where an
-    fp16 low is inf, and low is one of the token's own numbers: in their dtype it is exact, so that
-    equal numbers come back bit for bit. The price is bf16's step: up to 2^-7 too wide, 0.8 %. The
-    step is rounded up and not to nearest: the grid then always reaches the maximum, also in fp16's
-    subnormals, and no number is off by more than half the stored step.
-
-    A NaN makes its own token and head NaN when read, as in kv16: told, and told to no one else.
-    An infinity is taken as the largest number.
+    A NaN makes its own token and head NaN when read, as in kv16, and no other. An infinity is
+    clamped to the largest number.
     """
 
     bits: ClassVar[int]
 
     def __init__(self, room: Room) -> None:
-        if room.dtype not in _BITS:
+        if room.dtype not in INTEGERS:
             raise UserError(f"K and V of {room.dtype}: coded caches hold fp16, bf16 or fp32.")
         self.page_tokens, self.dtype = room.page_tokens, room.dtype
-        self.limit = _largest(room.dtype)
-        self.codes = room.zeros(_code_bytes(self.bits, room.head_dim), torch.uint8)
+        self.codes = room.zeros(code_bytes(self.bits, room.head_dim), torch.uint8)
         self.grids = room.zeros(2, room.dtype)  # (step, low) side by side: one gather
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        numbers = torch.stack((k, v), 1).float().clamp_(-self.limit, self.limit)  # NaN stays
-        low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
-        low = low.to(self.dtype)
-        step = _round_up((high - low.float()) / ((1 << self.bits) - 1), self.dtype)
-        codes = _encode(numbers, step.float(), low.float(), self.bits, self._carry(layer))
-        _put(self.codes[layer], slots, _pack(codes, self.bits))
+        numbers, feedback = torch.stack((k, v), 1), self._feedback(layer)
+        codes, step, low = encode_tokens(numbers, self.bits, self.dtype, feedback)
+        _put(self.codes[layer], slots, pack(codes, self.bits))
         _put(self.grids[layer], slots, torch.cat((step, low), -1))
 
-    def _carry(self, layer: int) -> Tensor | None:  # as _encode takes it
+    def _feedback(self, layer: int) -> Tensor | None:  # as encode takes it
         return None
 
     def read(self, layer: int, pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        codes = _unpack(_gather(self.codes[layer], pages, count), self.bits)
+        codes = unpack(_gather(self.codes[layer], pages, count), self.bits)
         step, low = _gather(self.grids[layer], pages, count).float().chunk(2, -1)
         k, v = codes.mul_(step).add_(low).to(self.dtype).unbind(1)
         return k, v
@@ -165,7 +165,7 @@ class Kv8(_PerToken):
 
     @staticmethod
     def bytes_a_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * 2 * kv_heads * (_code_bytes(8, head_dim) + 2 * dtype.itemsize)
+        return layers * 2 * kv_heads * (code_bytes(8, head_dim) + 2 * dtype.itemsize)
 
 
 class Kv4Plain(_PerToken):
@@ -176,30 +176,31 @@ class Kv4Plain(_PerToken):
 
     @staticmethod
     def bytes_a_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * 2 * kv_heads * (_code_bytes(4, head_dim) + 2 * dtype.itemsize)
+        return layers * 2 * kv_heads * (code_bytes(4, head_dim) + 2 * dtype.itemsize)
 
 
 class Kv4(Kv4Plain):
-    """K is turned before it is coded (turn.py), and `read` gives it as it is coded: queries are
-    turned to meet it; what rounding does to some of its channels later ones make good in part. V is
-    coded as it comes. Without a turn K comes as it is, too; whoever makes the cache sets one."""
+    """K is rotated before it is coded (rotation.py) and coded with error feedback; `read` returns
+    it rotated, and `queries` rotates queries to match. V is not rotated. Without a rotation, which
+    whoever makes the cache sets, it is Kv4Plain."""
 
     name: ClassVar[str] = "kv4"
-    turn: Turn | None = None
+    rotation: Rotation | None = None
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        super().write(layer, slots, k if self.turn is None else self.turn.keys(layer, k), v)
+        k = k if self.rotation is None else self.rotation.keys(layer, k)
+        super().write(layer, slots, k, v)
 
-    def _carry(self, layer: int) -> Tensor | None:
-        return None if self.turn is None else self.turn.carry[layer]
+    def _feedback(self, layer: int) -> Tensor | None:
+        return None if self.rotation is None else self.rotation.feedback[layer]
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
-        return q if self.turn is None else self.turn.queries(layer, q)
+        return q if self.rotation is None else self.rotation.queries(layer, q)
 
 
 @dataclass(frozen=True)
 class ChannelRange:
-    """Smallest and largest number of each channel; a calibration run feeds it layer by layer.
+    """Smallest and largest number of each channel over a calibration text.
 
     `update` changes the tensors in place. Numbers that are not finite are left out.
     """
@@ -248,18 +249,19 @@ class ChannelRange:
 
 
 class Kv4Channels:
-    """COMET 3.2: 4-bit codes with a step per channel, known before the first token (calibrated).
+    """COMET 3.2: 4-bit codes with a step per channel, from a calibration.
 
-    No step travels with a token: 64 bytes a head at head_dim 128. A kernel could fold the steps of
-    K into q, and those of V into the output. What lies outside the calibrated range is clamped; a
-    NaN has no code and reads as the channel's minimum. Whoever makes the cache sets the ranges.
+    Nothing is stored per token but codes: 64 bytes a head at head_dim 128. A kernel could fold the
+    steps of K into q and those of V into the output. Numbers outside the calibrated range are
+    clamped; a NaN has no code and reads as the channel's minimum. Whoever makes the cache sets the
+    ranges.
     """
 
     name: ClassVar[str] = "kv4-channel"
 
     def __init__(self, room: Room) -> None:
         self.page_tokens, self.dtype = room.page_tokens, room.dtype
-        self.codes = room.zeros(_code_bytes(4, room.head_dim), torch.uint8)
+        self.codes = room.zeros(code_bytes(4, room.head_dim), torch.uint8)
         shape = (room.layers, 2, room.kv_heads, room.head_dim)
         self.low = torch.zeros(shape, device=room.device)
         self.step = torch.zeros_like(self.low)
@@ -278,17 +280,17 @@ class Kv4Channels:
                 f"Ranges of K and V: layers {missing} have channels without a finite number. "
                 "Calibrate with text that runs through the whole model."
             )
-        limit = _largest(self.dtype)  # a model calibrated in fp32 may run in fp16
+        limit = largest(self.dtype)  # ranges calibrated in fp32 may be run in fp16
         self.low = ranges.low.to(self.low).clamp(-limit, limit)
         self.step = (ranges.high.to(self.low).clamp(-limit, limit) - self.low) / 15
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         numbers = torch.stack((k, v), 1).float()
-        codes = _encode(numbers, self.step[layer], self.low[layer], 4)
-        _put(self.codes[layer], slots, _pack(codes, 4))
+        codes = encode(numbers, self.step[layer], self.low[layer], 4)
+        _put(self.codes[layer], slots, pack(codes, 4))
 
     def read(self, layer: int, pages: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        codes = _unpack(_gather(self.codes[layer], pages, count), 4)
+        codes = unpack(_gather(self.codes[layer], pages, count), 4)
         k, v = codes.mul_(self.step[layer]).add_(self.low[layer]).to(self.dtype).unbind(1)
         return k, v
 
@@ -301,14 +303,11 @@ class Kv4Channels:
 
     @staticmethod
     def bytes_a_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * 2 * kv_heads * _code_bytes(4, head_dim)
+        return layers * 2 * kv_heads * code_bytes(4, head_dim)
 
 
 FORMATS: dict[str, type[Cache]] = {Kv16.name: Kv16, Kv8.name: Kv8, Kv4.name: Kv4}
 CALIBRATED: dict[str, type[Cache]] = {Kv4Channels.name: Kv4Channels}  # useless without ranges
-
-# The integer of each dtype's width: adding 1 to its bits gives the next larger positive number.
-_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def _put(pages: Tensor, slots: Tensor, numbers: Tensor) -> None:
@@ -322,69 +321,3 @@ def _gather(stored: Tensor, pages: Tensor, count: int) -> Tensor:
     needed = -(-count // stored.shape[1])
     assert needed <= len(pages), f"{count} tokens in {len(pages)} pages of {stored.shape[1]}"
     return stored.index_select(0, pages[:needed]).flatten(0, 1)[:count]
-
-
-def _largest(dtype: torch.dtype) -> float:
-    """Numbers are clamped here: max - min stays finite in fp32, and max rounded up in dtype."""
-    largest = min(torch.finfo(dtype).max * 31 / 32, torch.finfo(torch.float32).max / 4)
-    return float(torch.tensor(largest).to(dtype))
-
-
-def _round_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32, not negative -> the smallest number of `dtype` that is not less."""
-    rounded = numbers.to(dtype)
-    short = rounded.float() < numbers
-    integer = _BITS[dtype]
-    return (rounded.view(integer) + short.to(integer)).view(dtype)
-
-
-def _encode(
-    numbers: Tensor,  # (tokens, K and V, kv_heads, head_dim) fp32; used up
-    step: Tensor,
-    low: Tensor,
-    bits: int,
-    carry: Tensor | None = None,  # (kv_heads, head_dim, head_dim): Turn's, for K
-) -> Tensor:
-    """Nearest codes, uint8. With `carry` channels of K are coded block by block: the error of one,
-    times its rows, is added to the later ones."""
-    steps = numbers.sub_(low).div_(step)
-    if carry is not None:
-        keys = steps[:, 0]
-        for now, later in blocks(keys.shape[-1]):
-            error = keys[..., now] - _nearest(keys[..., now].clone(), bits)
-            keys[..., later] += torch.einsum("thi,hij->thj", error, carry[:, now, later])
-    return _nearest(steps, bits).to(torch.uint8)
-
-
-def _nearest(steps: Tensor, bits: int) -> Tensor:
-    """In place. NaN, and 0 / 0 of a step of 0, are code 0: NaN made uint8 would be any byte,
-    another one on another machine."""
-    return steps.round_().nan_to_num_(0.0).clamp_(0, (1 << bits) - 1)
-
-
-def _code_bytes(bits: int, head_dim: int) -> int:
-    if head_dim * bits % 8:
-        raise UserError(
-            f"head_dim={head_dim}: {bits}-bit codes lie two to a byte, so it must be even. "
-            "Take kv8 or kv16 for this model."
-        )
-    return head_dim * bits // 8
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(..., head_dim) uint8 -> (..., bytes). Halves and not neighbours: both are plain slices."""
-    if bits == 8:
-        return codes
-    low, high = codes.chunk(2, -1)
-    return low | (high << 4)
-
-
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """(..., bytes) uint8 -> (..., head_dim) fp32, a new tensor."""
-    if bits == 8:
-        return words.float()
-    half = words.shape[-1]
-    codes = torch.empty((*words.shape[:-1], 2 * half), device=words.device)
-    codes[..., :half] = words & 15
-    codes[..., half:] = words >> 4
-    return codes

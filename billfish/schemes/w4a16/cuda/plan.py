@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
-from billfish.kernels import meeting, tensor_map
+from billfish.kernels import tensor_map, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
@@ -76,7 +76,7 @@ class Plan:
         rows = tensor_map.of_rows(x.data_ptr(), m, self.k + -self.k % 8, cut.tokens)
         sums = locks = 0
         if how.sums:
-            left = meeting.place(index, how.sums, how.blocks * batch.FLAGS)
+            left = workspace.of_stream(index, how.sums, how.blocks * batch.FLAGS)
             sums, locks = left[0].data_ptr(), left[1].data_ptr()
         arguments = (
             records.data_ptr(),
@@ -134,13 +134,13 @@ class Plan:
             x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
         ) -> None:
             assert not gated
-            workspace, locks = meeting.place(index, gpu(index).sms * sums, gpu(index).sms)
+            partial, locks = workspace.of_stream(index, gpu(index).sms * sums, gpu(index).sms)
             arguments = (
                 records.data_ptr(),
                 x.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
-                workspace.data_ptr(),
+                partial.data_ptr(),
                 locks.data_ptr(),
                 m,
                 n,

@@ -1,4 +1,5 @@
-"""What a calibration found about K and V of a model: stored beside it, or made when it loads."""
+"""What a 4-bit KV cache needs to know of a model's K and V: read from the file beside the
+checkpoint, or, for the rotation, found when the model loads."""
 
 from importlib import resources
 from pathlib import Path
@@ -8,33 +9,34 @@ import torch
 
 from billfish.checkpoints.kv_file import KV_FILE, read_kv
 from billfish.engine.kv.cache import ChannelRange
-from billfish.engine.kv.rotation import TEXTS, TOKENS, Turn, calibrate
+from billfish.engine.kv.rotation import SEQUENCES, TOKENS, Rotation, find_rotation
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder
 
 
-def turn_of(source: Any, decoder: Decoder, tokenizer: Any, far: int) -> Turn:
-    """kv4's turn, as the checkpoint has it; else made now from a text that the package brings:
-    some seconds for SmolLM2 on a CPU, for texts of up to `far` tokens. `source` may be no path but
-    a model."""
+def rotation_of(source: Any, decoder: Decoder, tokenizer: Any, longest: int) -> Rotation:
+    """kv4's rotation, as the checkpoint has it; else found now on the package's sample text, for
+    sequences of up to `longest` tokens: some seconds for SmolLM2 on a CPU. `source` is the
+    checkpoint's path, or a model in memory."""
     if (file := _file(source)) is not None:
         try:
-            return Turn.from_tensors(read_kv(file), decoder.shape).to(decoder.device)
+            return Rotation.from_tensors(read_kv(file), decoder.shape).to(decoder.device)
         except RuntimeError:  # LinAlgError
             raise UserError(f"{file}: kv_turn has no inverse. Calibrate again.") from None
     size = min(TOKENS, decoder.shape.context)
+    count = SEQUENCES * size
     if len(tokenizer):
         sample = resources.files("billfish").joinpath("data/sample_calibration.txt")
-        ids = tokenizer(sample.read_text(encoding="utf-8")[: TEXTS * TOKENS * 8]).input_ids
-    else:  # a random model's
+        ids = tokenizer(sample.read_text(encoding="utf-8")[: SEQUENCES * TOKENS * 8]).input_ids
+    else:  # of a random model
         random = torch.Generator().manual_seed(0)
-        ids = torch.randint(decoder.shape.vocabulary, (TEXTS * size,), generator=random).tolist()
-    texts = [ids[i * size : (i + 1) * size] for i in range(TEXTS)]
-    return calibrate(decoder, [text for text in texts if text], far)
+        ids = torch.randint(decoder.shape.vocabulary, (count,), generator=random).tolist()
+    sequences = [ids[i : i + size] for i in range(0, min(count, len(ids)), size)]
+    return find_rotation(decoder, sequences, longest)
 
 
 def stored_ranges(source: Any) -> ChannelRange:
-    """kv4-channel's, which nothing can replace."""
+    """kv4-channel's ranges, which only a calibration gives."""
     file = _file(source)
     if file is None:
         raise UserError(
