@@ -1,9 +1,9 @@
-"""Compiled kernels on disk: bytes by key, where a key is everything that decides the bytes.
+"""Compiled kernels on disk: bytes by key, a digest of everything that determines the bytes.
 
 Cubins run on the GPU, so they are loaded only from a directory that nobody else can write to. An
-entry carries its checksum and appears under its name in one step (os.replace), so that any number
-of processes may read and write at once. Nothing here is ever fatal: without a usable directory
-entries live in this process only, and a warning says so once.
+entry holds its checksum and is renamed into place atomically (os.replace), so that any number of
+processes may read and write at once. Nothing here is fatal: without a usable directory entries
+live in this process only, and one warning says so.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 FORMAT = 1  # of an entry and of what jit.py puts into it
 MAGIC = b"billfish cubin\n"
 INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
@@ -26,18 +28,16 @@ _told: set[str] = set()
 
 
 def directory() -> Path:
-    """$BILLFISH_CACHE_DIR, else billfish in the user's cache directory. Not made here."""
+    """$BILLFISH_CACHE_DIR, else the user's cache directory: ~/.cache/billfish on Linux. Not
+    created here."""
     own = os.environ.get("BILLFISH_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path("~/.cache").expanduser()) / "billfish"
+    return Path(own).expanduser() if own else user_cache_path("billfish", appauthor=False)
 
 
 def key_of(source: Path, include: Path, settings: Iterable[str]) -> str:
     """A digest of the source, of all it includes from `include`, and of the settings.
 
-    Files count by content and not by place or time, so two checkouts of one version share entries.
+    Of files only the content counts, not path or time: two checkouts of one version share entries.
     """
     digest = hashlib.sha256(b"%d\n" % FORMAT)
     for setting in settings:
@@ -48,7 +48,7 @@ def key_of(source: Path, include: Path, settings: Iterable[str]) -> str:
 
 
 def _texts(source: Path, include: Path) -> Iterator[tuple[bytes, bytes]]:
-    """The source and every file it includes, each once, in the order of the text."""
+    """The source and every file it includes, each once, breadth first."""
     waiting, seen = [(b"", source)], {b""}
     while waiting:
         name, path = waiting.pop(0)
@@ -61,14 +61,14 @@ def _texts(source: Path, include: Path) -> Iterator[tuple[bytes, bytes]]:
                     f"{path}: #include {found.decode(errors='replace')}: kernels include "
                     '"billfish/..." alone, since the cache would not see another file change'
                 )
-            # A file that is not there is the compiler's to report, with the line.
+            # The compiler reports a missing file, with the line.
             if ours[1] not in seen and (include / os.fsdecode(ours[1])).is_file():
                 waiting.append((ours[1], include / os.fsdecode(ours[1])))
             seen.add(ours[1])
 
 
 def load(key: str) -> bytes | None:
-    """What was stored under the key; None if nothing was, or if it is damaged."""
+    """What was stored under the key; None if there is nothing or it is damaged."""
     if key in _memory:
         return _memory[key]
     folder = _folder(make=False)
@@ -90,14 +90,14 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, content: bytes) -> None:
-    """Keep it for this process, and on disk for the next if that is possible."""
+    """In memory for this process, and on disk for the next where possible."""
     _memory[key] = content
     folder = _folder(make=True)
     if folder is None:
         return
     temporary = None
     try:
-        # Not synced: a crash of the machine leaves an entry whose checksum is wrong, no more.
+        # No fsync: what a crash of the machine leaves behind has a wrong checksum.
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{key[:16]}.", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             file.write(MAGIC + hashlib.sha256(content).digest() + content)
@@ -110,7 +110,7 @@ def store(key: str, content: bytes) -> None:
 
 
 def _folder(make: bool) -> Path | None:
-    """The directory of entries, if it is there (or can be made) and nobody else can write to it."""
+    """The directory of entries, if it exists (or can be made) and nobody else can write to it."""
     top = directory()
     folder = top / "cubin"
     try:
@@ -130,13 +130,13 @@ def _folder(make: bool) -> Path | None:
 
 
 def _only_ours(status: os.stat_result) -> bool:
-    if not hasattr(os, "getuid"):  # Windows: a profile's directories are its user's
+    if not hasattr(os, "getuid"):  # Windows: a user profile is private
         return True
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _tell(problem: str, remedy: str) -> None:
-    """Once a process: every kernel would say the same."""
+    """Once a process: it would be the same for every kernel."""
     if problem not in _told:
         _told.add(problem)
         warnings.warn(

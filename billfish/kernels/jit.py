@@ -1,11 +1,13 @@
-"""NVRTC: one CUDA source and one C++ name -> a cubin, with what ptxas says of it.
+"""NVRTC: one CUDA source and one C++ name expression -> a cubin, with ptxas' report.
 
-Straight to machine code of one architecture; there is no PTX step and no CUDA toolkit, and a GPU
-is not needed. Sources include "billfish/*.cuh" alone: no CUDA headers, which cost seconds a kernel.
-A failure shows the compiler's log with the source's own file and line. BILLFISH_JIT_DEBUG=1 adds
-line numbers for profilers and says on stderr what compiles and how long it takes.
+Straight to machine code of one architecture, through cuda.core: no PTX step, no CUDA toolkit, no
+GPU. The disk cache is our own: cuda.core's refuses programs with include paths or name expressions.
+Sources include "billfish/*.cuh" alone: CUDA's headers cost seconds a kernel. A failure shows the
+compiler's log with the source's own file and line. BILLFISH_JIT_DEBUG=1 adds line numbers for
+profilers and reports on stderr what compiles and how long it takes.
 """
 
+import io
 import json
 import os
 import re
@@ -23,9 +25,9 @@ from billfish.kernels import cache
 from billfish.kernels.device import arch_of
 
 INCLUDE = Path(__file__).parent / "include"
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")  # ptxas reports into the program's log
+OPTIONS = {"std": "c++17", "ptxas_options": "-v"}  # -v: registers and spills, into the log
 MOST_THREADS = 8  # a compilation of our kernels takes 100 to 300 MB
-UNKNOWN = -1  # what the log did not tell: not 0, which tests take for "no spills"
+UNKNOWN = -1  # what the log does not say: not 0, which would mean "no spills"
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,22 @@ class CompileError(UserError):
     """NVRTC refuses a program; the message holds its log."""
 
 
-def build(program: Program, arch: str, options: Sequence[str] = ()) -> Cubin:
-    """From the cache, or compiled and kept."""
-    key = _key(program, arch, options)
-    return _cached(key) or _compile_and_keep(program, arch, options, key)
+def build(program: Program, arch: str) -> Cubin:
+    """From the cache, or compiled and cached."""
+    key = _key(program, arch)
+    return _cached(key) or _compile_and_cache(program, arch, key)
 
 
 def build_all(
-    programs: Sequence[Program],
-    arch: str,
-    say: Callable[[str], None] | None = None,
-    options: Sequence[str] = (),
+    programs: Sequence[Program], arch: str, say: Callable[[str], None] | None = None
 ) -> list[Cubin]:
-    """All of them in order; those that are not cached are compiled side by side.
+    """All of them in order; those that are not cached are compiled in parallel.
 
     NVRTC 13.4 holds neither Python's lock nor one of its own: at best six kernels took 6.7 s on two
     threads of two cores and 13.3 s one after the other (7.1 s in two processes); on a busy machine
     the gain went down to none.
     """
-    keys = {program: _key(program, arch, options) for program in programs}
+    keys = {program: _key(program, arch) for program in programs}
     found = {program: _cached(key) for program, key in keys.items()}
     missing = [program for program, cubin in found.items() if cubin is None]
     if missing:
@@ -75,60 +74,57 @@ def build_all(
         tell(f"compiling kernels 0/{len(missing)} for {arch}")
         with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1, MOST_THREADS)) as pool:
             jobs = {
-                pool.submit(_compile_and_keep, program, arch, options, keys[program]): program
+                pool.submit(_compile_and_cache, program, arch, keys[program]): program
                 for program in missing
             }
             try:
                 for count, job in enumerate(as_completed(jobs), 1):
                     found[jobs[job]] = job.result()
                     tell(f"compiling kernels {count}/{len(missing)} for {arch}")
-            except BaseException:  # the first failure is told, not waited for
+            except BaseException:  # report the first failure without waiting for the others
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return [cubin for program in programs if (cubin := found[program]) is not None]
 
 
-def is_cached(program: Program, arch: str, options: Sequence[str] = ()) -> bool:
-    return _cached(_key(program, arch, options)) is not None
+def is_cached(program: Program, arch: str) -> bool:
+    return _cached(_key(program, arch)) is not None
 
 
-def compile(program: Program, arch: str, options: Sequence[str] = ()) -> Cubin:
+def compile(program: Program, arch: str) -> Cubin:
     """Compiled now, whatever the cache holds."""
-    nvrtc = _nvrtc()
-    flags = [f"-arch={arch}", *_options(options), f"-I{INCLUDE}"]
-    begin = time.perf_counter()
-    # The source's path is the program's name: messages then carry the real file and line.
-    text, path = program.source.read_bytes(), os.fsencode(program.source)
-    handle = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, path, 0, [], []))
+    core, _ = _cuda()
+    begin, report = time.perf_counter(), io.StringIO()
+    options = core.ProgramOptions(
+        name=str(program.source),  # messages then show the real file and line
+        arch=arch,
+        include_path=str(INCLUDE),
+        lineinfo=_debug() or None,
+        **OPTIONS,
+    )
     try:
-        name = program.name.encode()
-        _checked(nvrtc, nvrtc.nvrtcAddNameExpression(handle, name))
-        arguments = [flag.encode() for flag in flags]
-        (code,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
-        log = _read(nvrtc, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, handle)
-        told = log.rstrip(b"\0").decode(errors="replace").strip()
-        if int(code) != 0:
-            reason = told or _text(nvrtc, code)
-            raise CompileError(
-                f"{program.name} does not compile for {arch} ({program.source}):\n{reason}"
-            )
-        symbol = _checked(nvrtc, nvrtc.nvrtcGetLoweredName(handle, name)).decode()
-        machine = _read(nvrtc, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, handle)
-    finally:
-        nvrtc.nvrtcDestroyProgram(handle)
-    cubin = Cubin(machine, symbol, **resources(told, symbol), log=told)
+        text = program.source.read_text(encoding="utf-8")
+        made = core.Program(text, "c++", options).compile("cubin", (program.name,), report)
+    except Exception as error:  # cuda.core's own type, which holds the log, is not public
+        reason = str(error).partition("compilation log:")[2].strip("\0\n ") or str(error)
+        raise CompileError(
+            f"{program.name} does not compile for {arch} ({program.source}):\n{reason}"
+        ) from None
+    log, symbol = report.getvalue().strip("\0\n "), made.symbol_mapping[program.name].decode()
+    cubin = Cubin(bytes(made.code), symbol, **resources(log, symbol), log=log)
     if _debug():
         seconds = time.perf_counter() - begin
         print(
-            f"billfish jit: {program.name} {' '.join(flags)}: {seconds:.2f} s, {cubin.registers} "
-            f"registers, {cubin.spill_bytes} bytes spilled, {cubin.stack_bytes} of stack",
+            f"billfish jit: {program.name} for {arch}, with lineinfo: {seconds:.2f} s, "
+            f"{cubin.registers} registers, {cubin.spill_bytes} bytes spilled, "
+            f"{cubin.stack_bytes} of stack",
             file=sys.stderr,
         )
     return cubin
 
 
 def resources(log: str, symbol: str) -> dict[str, int]:
-    """What `ptxas -v` says of one function; the log has a paragraph for each that is in a source.
+    """What `ptxas -v` reports of one function; the log has a paragraph for each in the source.
 
     ptxas info : Function properties for SYMBOL
     ptxas      .  0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
@@ -156,8 +152,8 @@ def resources(log: str, symbol: str) -> dict[str, int]:
 # -- with the cache
 
 
-def _key(program: Program, arch: str, options: Sequence[str]) -> str:
-    settings = (program.name, arch, version(), *_options(options))
+def _key(program: Program, arch: str) -> str:
+    settings = (program.name, arch, version(), json.dumps(OPTIONS), f"lineinfo {_debug()}")
     return cache.key_of(program.source, INCLUDE, settings)
 
 
@@ -169,8 +165,8 @@ def _cached(key: str) -> Cubin | None:
     return Cubin(code, **json.loads(head))
 
 
-def _compile_and_keep(program: Program, arch: str, options: Sequence[str], key: str) -> Cubin:
-    cubin = compile(program, arch, options)
+def _compile_and_cache(program: Program, arch: str, key: str) -> Cubin:
+    cubin = compile(program, arch)
     facts = asdict(cubin)
     code = facts.pop("code")
     cache.store(key, json.dumps(facts).encode() + b"\n" + code)
@@ -181,21 +177,23 @@ def _compile_and_keep(program: Program, arch: str, options: Sequence[str], key: 
 
 
 def version() -> str:
-    nvrtc = _nvrtc()
-    code, major, minor = nvrtc.nvrtcVersion()
+    code, major, minor = _cuda()[1].nvrtcVersion()
     return f"{major}.{minor}" if int(code) == 0 else "unknown"
 
 
 def architectures() -> list[str]:
-    """For which this NVRTC and our kernels can be compiled: from Ampere on."""
-    nvrtc = _nvrtc()
-    found = _checked(nvrtc, nvrtc.nvrtcGetSupportedArchs())
+    """Those that this NVRTC can compile our kernels for: from Ampere on."""
+    code, found = _cuda()[1].nvrtcGetSupportedArchs()
+    if int(code) != 0:
+        raise RuntimeError(f"NVRTC does not list its architectures: {code!r}")
     return [arch_of(*divmod(number, 10)) for number in found if number >= 80]
 
 
 @once
-def _nvrtc() -> Any:
+def _cuda() -> tuple[Any, Any]:
+    """cuda.core, and NVRTC itself for what cuda.core does not ask it."""
     try:
+        from cuda import core
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # this is what loads the library
@@ -205,34 +203,8 @@ def _nvrtc() -> Any:
             "CUDA kernels are compiled by NVRTC when they are first needed, and it is not here "
             f"({reason}). pip install 'billfish[cuda]'"
         ) from None
-    return nvrtc
-
-
-def _options(extra: Sequence[str]) -> tuple[str, ...]:
-    return (*OPTIONS, *(("-lineinfo",) if _debug() else ()), *extra)
+    return core, nvrtc
 
 
 def _debug() -> bool:
     return os.environ.get("BILLFISH_JIT_DEBUG", "0") not in ("", "0")
-
-
-def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
-    """The value of a call that can only fail by our own mistake."""
-    code, *values = answer
-    if int(code) != 0:
-        raise RuntimeError(f"NVRTC: {_text(nvrtc, code)}")
-    return values[0] if values else None
-
-
-def _text(nvrtc: Any, code: Any) -> str:
-    _, text = nvrtc.nvrtcGetErrorString(code)
-    return text.decode() if isinstance(text, bytes) else str(text)
-
-
-def _read(nvrtc: Any, size_of: Any, read: Any, handle: Any) -> bytes:
-    size: int = _checked(nvrtc, size_of(handle))
-    if size <= 1:  # only the zero at the end; and Python shares one-byte objects, which this writes
-        return b""
-    buffer = bytes(size)
-    _checked(nvrtc, read(handle, buffer))
-    return buffer

@@ -6,7 +6,7 @@ numbers, not tensors: the caller keeps what it points to alive and on this devic
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +55,8 @@ class LoadError(UserError):
 class Kernel:
     """A program, loaded at most once on each device."""
 
-    def __init__(self, program: jit.Program, options: Sequence[str] = ()) -> None:
-        self.program, self.options = program, tuple(options)
+    def __init__(self, program: jit.Program) -> None:
+        self.program = program
         self._loaded: dict[int, Loaded] = {}
         self._lock = threading.Lock()
 
@@ -76,7 +76,7 @@ class Kernel:
                         "layer once before the capture; `billfish kernels warmup` before that "
                         "saves the compiling, not this call."
                     )
-                cubin = jit.build(self.program, found.arch, self.options)
+                cubin = jit.build(self.program, found.arch)
                 self._loaded[index] = Loaded(cubin, found, self.program.name)
             return self._loaded[index]
 

@@ -55,13 +55,14 @@ def test_spills_and_static_memory_are_seen(write):
     total = " ".join(f"x[{i} * 32 + threadIdx.x] = v{63 - i} * s[{i}];" for i in range(64))
     source = write(
         "__global__ void other(float* x) { x[0] = 1; }\n"
-        "template <int N> __global__ void heavy(float* x) {\n"
+        "template <int N, int kBlocks>\n"
+        "__global__ void __launch_bounds__(512, kBlocks) heavy(float* x) {\n"
         "  __shared__ float s[N]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads();\n"
         f"  {values} __syncthreads(); {total}\n}}\n"
     )
-    easy = jit.compile(Program(source, "heavy<256>"), "sm_90a")
+    easy = jit.compile(Program(source, "heavy<256, 1>"), "sm_90a")
     assert easy.smem_bytes == 1024 and easy.spill_bytes == 0 and easy.registers > 64
-    tight = jit.compile(Program(source, "heavy<256>"), "sm_90a", ["--maxrregcount=32"])
+    tight = jit.compile(Program(source, "heavy<256, 4>"), "sm_90a")
     assert tight.spill_bytes > 0 and tight.stack_bytes > 0 and tight.registers <= 32
 
 
@@ -102,14 +103,16 @@ def test_unknown_names_and_architectures():
         jit.compile(PROBE, "sm_12")
 
 
-def test_no_nvrtc(monkeypatch):
-    jit._nvrtc.cache_clear()
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+@pytest.mark.parametrize("package", ["bindings", "core"])
+def test_no_nvrtc(monkeypatch, package):
+    jit._cuda.cache_clear()
+    monkeypatch.setitem(sys.modules, f"cuda.{package}", None)
+    monkeypatch.delattr(sys.modules["cuda"], package)
     try:
         with pytest.raises(UserError, match=r"pip install 'billfish\[cuda\]'"):
             jit.build(PROBE, "sm_90a")
     finally:
-        jit._nvrtc.cache_clear()
+        jit._cuda.cache_clear()
 
 
 def test_importing_touches_no_cuda():
@@ -130,7 +133,7 @@ def test_debug_adds_lines_and_says_so(monkeypatch, capsys):
     monkeypatch.setenv("BILLFISH_JIT_DEBUG", "1")
     detailed = jit.build(PROBE, "sm_90a")  # another key: the plain one would have no lines
     said = capsys.readouterr().err
-    assert PROBE.name in said and "-lineinfo" in said and "registers" in said
+    assert PROBE.name in said and "lineinfo" in said and "registers" in said
     assert b".debug_line" in detailed.code and b".debug_line" not in plain.code
 
 
@@ -151,9 +154,9 @@ def test_build_all_compiles_what_is_missing(monkeypatch):
     jit.build(programs[2], "sm_90a")
     compiled, plain = [], jit.compile
 
-    def note(program, arch, options):
+    def note(program, arch):
         compiled.append(program.name)
-        return plain(program, arch, options)
+        return plain(program, arch)
 
     monkeypatch.setattr(jit, "compile", note)
     said: list[str] = []
@@ -175,9 +178,9 @@ def test_build_all_tells_the_failure():
 def test_build_all_runs_side_by_side(monkeypatch):
     meeting, plain = threading.Barrier(2, timeout=20), jit.compile
 
-    def meet(program, arch, options):
+    def meet(program, arch):
         meeting.wait()  # breaks, and fails, if the other one has not begun as well
-        return plain(program, arch, options)
+        return plain(program, arch)
 
     monkeypatch.setattr(jit, "compile", meet)
     monkeypatch.setattr(jit.os, "cpu_count", lambda: 2)

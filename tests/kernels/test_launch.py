@@ -240,7 +240,7 @@ def loading(monkeypatch):
     monkeypatch.setattr(launch, "Loaded", FakeLoaded)
     monkeypatch.setattr(launch, "gpu", lambda name: H100)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(jit, "build", lambda program, arch, options: f"{program.name} {arch}")
+    monkeypatch.setattr(jit, "build", lambda program, arch: f"{program.name} {arch}")
     return made
 
 
