@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,6 +29,10 @@ INCLUDE = Path(__file__).parent / "include"
 OPTIONS = {"std": "c++17", "ptxas_options": "-v"}  # -v: registers and spills, into the log
 MOST_THREADS = 8  # a compilation of our kernels takes 100 to 300 MB
 UNKNOWN = -1  # what the log does not say: not 0, which would mean "no spills"
+
+
+# cuda.core replaces itself while it is imported, and another thread would see it half-made.
+_importing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -193,10 +198,11 @@ def architectures() -> list[str]:
 def _cuda() -> tuple[Any, Any]:
     """cuda.core, and NVRTC itself for what cuda.core does not ask it."""
     try:
-        from cuda import core
-        from cuda.bindings import nvrtc
+        with _importing:
+            from cuda import core
+            from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()  # this is what loads the library
+            nvrtc.nvrtcVersion()  # this is what loads the library
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(

@@ -19,6 +19,8 @@ from billfish.schemes.w4a16.cuda import arrange
 
 PACKAGE = Path(billfish.__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+BLACKWELL = ("sm_100a", "sm_120a")  # w4a16_decode and w4a16_panel run there; w4a16_batch does not
+BLACKWELL_SPILLS = 24  # bytes, of w4a16_decode of 16 tokens: two CTAs an SM leave 96 registers
 SCHEMES = [
     W4A16(bits, group, symmetric)
     for bits in (4, 8)
@@ -44,7 +46,8 @@ def no_cache_of_the_user(tmp_path_factory):
 
 def programs(arch, dtype):
     """Each once, though schemes share them."""
-    return registry.programs(SCHEMES, dtype, arch)
+    schemes = [W4A16(4, 128), W4A16(4, 32, False)] if arch in BLACKWELL else SCHEMES
+    return registry.programs(schemes, dtype, arch)
 
 
 def complaints(program, arch):
@@ -56,9 +59,11 @@ def complaints(program, arch):
     found = []
     if not cubin.code.startswith(b"\x7fELF"):
         found.append("no machine code")
-    if cubin.spill_bytes != 0:
+    wide = re.search(r"w4a16_decode<.*, 16, \d>", program.name)
+    most = BLACKWELL_SPILLS if arch in BLACKWELL and wide else 0
+    if not 0 <= cubin.spill_bytes <= most:
         found.append(f"{cubin.spill_bytes} bytes spilled")
-    if cubin.stack_bytes != 0:
+    if not 0 <= cubin.stack_bytes <= most:
         found.append(f"{cubin.stack_bytes} bytes of stack")
     if "Performance Loss" in cubin.log:  # wgmma one after the other
         found.append(cubin.log)
@@ -68,10 +73,10 @@ def complaints(program, arch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHS + BLACKWELL)
 def test_every_program_compiles_without_spills(arch, dtype):
     wanted = programs(arch, dtype)
-    assert wanted
+    assert "panel.cuh" in {program.source.name for program in wanted}
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda program: complaints(program, arch), wanted))
     wrong = [
@@ -81,6 +86,12 @@ def test_every_program_compiles_without_spills(arch, dtype):
     ]
     bad = sum(map(bool, found))
     assert not wrong, f"{bad} of {len(wanted)} for {arch}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_what_runs_on_blackwell(arch):
+    names = {program.source.name for program in programs(arch, torch.float16)}
+    assert names == {"decode.cuh", "panel.cuh"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

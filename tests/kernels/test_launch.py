@@ -11,7 +11,7 @@ import torch
 
 from billfish.errors import UserError
 from billfish.kernels import device, jit, launch
-from billfish.kernels.device import Gpu, arch_of
+from billfish.kernels.device import Gpu, arch_of, capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel, Loaded, in_clusters, plain_launches
 
@@ -33,6 +33,20 @@ def test_architectures():
         (12, 0): "sm_120a",
     }
     assert {version: arch_of(*version) for version in known} == known
+
+
+@pytest.mark.parametrize(
+    ("arch", "version"),
+    [("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100f", (10, 0)), ("sm_120a", (12, 0))],
+)
+def test_capability(arch, version):
+    assert capability(arch) == version
+
+
+@pytest.mark.parametrize("arch", ["", "sm_", "sm_9", "sm_90b", "compute_90", "90", "sm_90a "])
+def test_no_architecture(arch):
+    with pytest.raises(UserError, match="sm_90a"):
+        capability(arch)
 
 
 def test_gpu_is_asked_once(monkeypatch):

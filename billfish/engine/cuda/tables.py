@@ -25,22 +25,28 @@ from billfish.kernels.launch import Kernel
 from billfish.models.decoder import Shape
 
 PAGE = 64  # tokens
-MOST_GROUP = 8  # query heads of a K head: columns of the tensor cores' tile
+MOST_GROUP = 8  # query heads that share a KV head: n of mma.m16n8k16
 HEAD_DIMS = (64, 128)
-THREADS = 160  # four warps that multiply, one that fetches
-MOST_SMEM = 230400  # kAttendBytes
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
-ROW = 8  # numbers of a Chunk
+# As in the headers; tests/kernels/test_layouts.py compares.
+THREADS = 160  # kTakers warps that multiply, one that fetches
+MOST_SMEM = 230400  # kAttendBytes
+ROW = 8  # int32 fields of a Chunk
 STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
 
 
 def shared_bytes(kv: str, head_dim: int) -> int:
-    """Of a block, as attend_stage.cuh's AttendBlock lays it out."""
+    """Shared memory of a CTA, as attend_stage.cuh's AttendBlock lays it out."""
     tokens = STAGE_TOKENS[kv]
     stage = tokens * POOLS[kv].record_bytes(head_dim) // PAGE + 16
     fixed = 2 * (head_dim * 16 + 32) + 4 * (head_dim * 32 + 64) + 48
     step = PAGE // tokens
     return fixed + min((MOST_SMEM // BLOCKS[kv] - fixed) // stage, 8) // step * step * stage
+
+
+def part_floats(head_dim: int) -> int:
+    """Of one chunk and KV head in the split-KV workspace: attention.cuh's ChunkParts."""
+    return head_dim * 8 + 16
 
 
 def rows_of(
@@ -184,7 +190,7 @@ class DecodeAttention:
         self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: few are few blocks
         items = tables.chunking.most_chunks(tables.sequences) * shape.kv_heads
         self.parts = torch.empty(
-            items * (shape.head_dim * 8 + 16), dtype=torch.float32, device=device
+            items * part_floats(shape.head_dim), dtype=torch.float32, device=device
         )
         self.arrived = torch.zeros(
             tables.sequences * shape.kv_heads, dtype=torch.int32, device=device

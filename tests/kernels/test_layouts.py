@@ -1,0 +1,156 @@
+"""Every size and constant of the kernels that Python mirrors equals the header's own.
+
+NVRTC compiles a text that includes the header and asserts the Python numbers (static_assert).
+test_stripe.py does the same for the stages of w4a16_stripe.
+"""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+import billfish
+from billfish.engine.cuda import chunks, fused, pool, tables
+from billfish.engine.kv import codes
+from billfish.engine.sampling import RULE
+from billfish.formats.layout import BRICK_K, BRICK_N
+from billfish.kernels import jit, tensor_map
+from billfish.kernels.device import Gpu
+from billfish.schemes.w4a16.cuda import batch, plan, stripe, tile
+from billfish.schemes.w4a16.cuda.instances import KINDS
+
+PACKAGE = Path(billfish.__file__).parent
+ENGINE, W4A16 = PACKAGE / "engine" / "cuda", PACKAGE / "schemes" / "w4a16" / "cuda"
+H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
+CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
+DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
+
+
+def struct(name, fields, numbers):
+    """A struct of `numbers` 32-bit fields, of which these are the first."""
+    yield f"sizeof({name})", 4 * numbers
+    for i, field in enumerate(fields):
+        yield f"__builtin_offsetof({name}, {field})", 4 * i
+
+
+def attention():
+    yield from struct("Chunk", CHUNK, tables.ROW)
+    yield "kAttendBytes", tables.MOST_SMEM
+    yield "(kTakers + 1) * 32", tables.THREADS
+    yield "kPageTokens", tables.PAGE
+    yield "kPageTokens", pool.PAGE_TOKENS
+    for kv, head_dim in itertools.product(pool.POOLS, tables.HEAD_DIMS):
+        kind = f"{kv.capitalize()}, {head_dim}"
+        block = f"AttendBlock<{kind}>"
+        yield f"{kv.capitalize()}::kStageTokens", tables.STAGE_TOKENS[kv]
+        yield f"PageRecord<{kind}>::kBytes", pool.POOLS[kv].record_bytes(head_dim)
+        yield f"{block}::kBlocks", chunks.BLOCKS[kv]
+        yield f"{block}::kAbout", 2 * head_dim * tables.MOST_GROUP
+        # The barriers lie last: full and empty of each stage, and four of items.
+        barriers = f"8 * (2 * {block}::kStages + 4)"
+        yield f"{block}::kBarriers + {barriers}", tables.shared_bytes(kv, head_dim)
+        yield f"ChunkParts<{head_dim}>::kFloats", tables.part_floats(head_dim)
+
+
+def draw():
+    yield from struct("Rule", DRAW_RULE, RULE)
+    yield "kDrawThreads", fused.DRAW_THREADS
+
+
+def small():
+    yield "kNormThreads", fused.NORM_THREADS
+    yield "kSwigluThreads", fused.SWIGLU_THREADS
+
+
+def store():
+    yield "kMostGroup", fused.ROTATED_GROUP
+    yield "kBlocks", codes.BLOCKS
+    yield "kGatherSlots", fused.GATHER_SLOTS
+
+
+def records():
+    """(group, asymmetric) -> bytes."""
+    sizes = {(kind.group, int(kind.zeros)): kind.record_bytes for kind in KINDS}
+    assert len(sizes) == 6
+    return sizes.items()
+
+
+def decode():
+    yield "kRecordN", BRICK_N
+    yield "kRecordK", BRICK_K
+    yield "kDecodeThreads", tile.THREADS
+    yield "kCluster", tile.CLUSTER
+    yield "kBarrierBytes", tile.BARRIER_BYTES
+    for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
+        total = share * H200.sms // tile.CLUSTER  # bands of 64 outputs
+        how = tile.pick_tile(m, total * BRICK_N, size, H200)
+        passes = math.ceil(total * tile.CLUSTER / how.blocks / how.bands)
+        buffers = min(passes, 2)  # of partial sums
+        stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
+        sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
+        yield f"Record<{group}, {zeros}>::kBytes", size
+        yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+
+
+def batches():
+    yield "kBatchThreads", batch.THREADS
+    yield "kMostBatchStages", batch.MOST_STAGES
+    yield "kTeams", batch.TEAMS
+    yield "sizeof(TensorMap)", 128
+    yield "kXLine", 2 * tensor_map.BOX_COLUMNS
+    for ((group, zeros), size), cut in itertools.product(records(), batch.cuts()):
+        how = batch.launch(cut, 300, 8192, 64, size, H200)
+        yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
+        if how is not None:
+            stage = f"BatchStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
+            yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
+
+
+def panel():
+    yield "kPanelThreads", plan.PANEL_THREADS
+
+
+def stripes():
+    yield "kStripeThreads", stripe.THREADS
+    yield "kStageRecords", stripe.STAGE_RECORDS
+    yield "kMostSmem", stripe.MOST_SMEM
+
+
+MIRRORED = {
+    ENGINE / "attention.cuh": attention,
+    ENGINE / "draw.cuh": draw,
+    ENGINE / "small.cuh": small,
+    ENGINE / "store.cuh": store,
+    W4A16 / "decode.cuh": decode,
+    W4A16 / "batch.cuh": batches,
+    W4A16 / "panel.cuh": panel,
+    W4A16 / "stripe.cuh": stripes,
+}
+
+
+def compare(folder, header, numbers):
+    lines = [f'#include "{header}"', "namespace billfish {", "__global__ void compare() {"]
+    lines += [f'static_assert(({each}) == {value}, "");' for each, value in numbers]
+    source = folder / "compare.cu"
+    source.write_text("\n".join([*lines, "}", "}"]))
+    jit.compile(jit.Program(source, "billfish::compare"), "sm_90a")
+
+
+@pytest.mark.parametrize("header", MIRRORED, ids=lambda path: path.stem)
+def test_python_and_headers_agree(header, tmp_path):
+    compare(tmp_path, header, dict.fromkeys(MIRRORED[header]()))
+
+
+def test_a_difference_is_seen(tmp_path):
+    wrong = [("sizeof(Chunk)", 4 * tables.ROW + 4)]
+    with pytest.raises(jit.CompileError, match="static assertion failed"):
+        compare(tmp_path, ENGINE / "attention.cuh", wrong)
+
+
+def test_constants_inside_kernels():
+    """These no static_assert can reach."""
+    norm, stored = ((ENGINE / f"{name}.cuh").read_text() for name in ("small", "store"))
+    assert f"constexpr int kChunks = {fused.NORM_CHUNKS};" in norm
+    threads = f"kTurned ? 2 * kHeadDim : {32 * fused.STORE_WARPS}, {fused.ROTATED_BLOCKS}"
+    assert f"__launch_bounds__({threads})" in stored
