@@ -1,10 +1,10 @@
-"""Attention over pages, with torch's own operators: right on every device, quick on a CPU.
+"""Paged attention with torch's operators: correct on every device, fast on a CPU.
 
-K and V are written first, and then everything is read back from the cache, the tokens of this very
-step too. So with kv8 and kv4 a token sees the same numbers however its prompt was cut, whatever
-else is in the batch, and whether a page was filled now or by another request. Products and sums are
-fp32 whatever the model's dtype: 16-bit softmax weights would differ between a chunk and a decode by
-2^-9, enough to change a text. Knows nothing of RoPE, of layers' weights or of who owns a page.
+K and V are written first, and then everything is read back from the cache, this step's tokens
+included. So with kv8 and kv4 a token sees the same numbers however its prompt was chunked, whatever
+else is in the batch, and whoever filled a page. Products and sums are fp32 whatever the model's
+dtype: 16-bit softmax weights would differ between a prefill chunk and a decode by 2^-9, enough to
+change a text. Knows nothing of RoPE, of weights or of who owns a page.
 """
 
 from dataclasses import dataclass, field
@@ -16,25 +16,25 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from billfish.engine.kv.cache import Cache
 
-# Decodes are read and attended to several at once, up to so many tokens: fewer calls, yet K and V
-# stay in a core's caches. All are as long as the longest; what is added to one must be less than
-# this share of it. At 8 texts of SmolLM2 a step of 42 ms is 34.
+# Decodes are batched up to READ_TOKENS tokens: fewer calls, while K and V stay in a core's caches.
+# A batch is padded to its longest sequence, each by less than this share of the longest. With 8
+# sequences of SmolLM2 a step takes 34 ms instead of 42.
 READ_TOKENS = 1024
-MOST_ADDED = 1 / 3
-# Queries under one mask: a long chunk's mask would be count x length, and half of it never used.
+MOST_PADDING = 1 / 3
+# Queries under one mask: a whole chunk's mask would be count x length, half of it unused.
 MASK_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's tokens of all sequences, laid end to end. Not to be changed once it is made."""
+    """One step's tokens of all sequences, end to end. Immutable."""
 
     starts: list[int]  # first flat token of each sequence's piece
     counts: list[int]  # tokens of each piece
     lengths: list[int]  # tokens of each sequence in the cache once this step's are written
     pages: list[Tensor]  # each sequence's pages, int64; those past its length are not read
     slots: Tensor  # (tokens,) int64, where each token's K and V go
-    # What to read follows from a window and not from a layer: found by the first layer, kept.
+    # What to read depends on the window, not on the layer: planned by the first layer that has it.
     _plans: dict[tuple[int, int | None], "_Plan"] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Several queries of one sequence, the last of its keys."""
+    """A prefill chunk: the queries of the last tokens of one sequence."""
 
     rows: slice
     pages: Tensor
@@ -66,7 +66,7 @@ class _Chunk:
 
 
 class _Decode(NamedTuple):
-    """One query, and the pages of its keys: it sees `first` up to, not with, `behind`."""
+    """One query, and the pages of its keys, of which it sees [first, behind)."""
 
     row: int
     pages: Tensor
@@ -76,21 +76,21 @@ class _Decode(NamedTuple):
 
 @dataclass(frozen=True)
 class _Decodes:
-    """One query each of several sequences, whose keys are padded to the same number."""
+    """One query each of several sequences, padded to the same number of keys."""
 
     rows: slice | Tensor
-    texts: int
-    pages: Tensor  # (texts * pages of each,)
+    sequences: int
+    pages: Tensor  # (sequences * pages of each,)
     keys: int  # of each
-    hidden: Tensor  # (texts, 1, 1, keys): -inf for keys that are not seen, else 0
-    unseen: Tensor  # which of all keys those are
+    hidden: Tensor  # (sequences, 1, 1, keys): the mask, -inf for keys that are not seen, else 0
+    unseen: Tensor  # indices of those among all keys
 
 
 _Plan = list[_Chunk | _Decodes]
 
 
 def _plan(batch: Batch, page_tokens: int, window: int | None) -> _Plan:
-    """Whole pages; of a window only those it still reaches."""
+    """Whole pages; with a sliding window only those that it reaches."""
     plan: _Plan = []
     decodes: list[_Decode] = []
     for i, (count, length) in enumerate(zip(batch.counts, batch.lengths, strict=True)):
@@ -105,10 +105,12 @@ def _plan(batch: Batch, page_tokens: int, window: int | None) -> _Plan:
     decodes.sort(key=lambda one: -len(one.pages))
     while decodes:
         width = len(decodes[0].pages)
-        texts = sum(len(one.pages) > width * (1 - MOST_ADDED) for one in decodes)
-        texts = min(texts, max(1, READ_TOKENS // (width * page_tokens)))
-        plan.append(_padded(sorted(decodes[:texts], key=lambda one: one.row), width, page_tokens))
-        decodes = decodes[texts:]
+        sequences = sum(len(one.pages) > width * (1 - MOST_PADDING) for one in decodes)
+        sequences = min(sequences, max(1, READ_TOKENS // (width * page_tokens)))
+        plan.append(
+            _padded(sorted(decodes[:sequences], key=lambda one: one.row), width, page_tokens)
+        )
+        decodes = decodes[sequences:]
     return plan
 
 
@@ -118,12 +120,12 @@ def _padded(decodes: list[_Decode], width: int, page_tokens: int) -> _Decodes:
     in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
     seen = torch.tensor([(one.first, one.behind) for one in decodes], device=device)
     place = torch.arange(keys, device=device)
-    unseen = (place < seen[:, :1]) | (place >= seen[:, 1:])  # (texts, keys)
+    unseen = (place < seen[:, :1]) | (place >= seen[:, 1:])  # (sequences, keys)
     hidden = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, -torch.inf)
     pages = [torch.cat((p, p[-1:].expand(width - len(p)))) for _, p, *_ in decodes]
     return _Decodes(
         rows=slice(rows[0], rows[-1] + 1) if in_a_row else torch.tensor(rows, device=device),
-        texts=len(rows),
+        sequences=len(rows),
         pages=torch.cat(pages),
         keys=keys,
         hidden=hidden[:, None, None],
@@ -132,7 +134,7 @@ def _padded(decodes: list[_Decode], width: int, page_tokens: int) -> _Decodes:
 
 
 class PagedAttention:
-    """Each token attends to its sequence up to itself; with window w to the last w, itself too."""
+    """Causal attention; with window w each token attends to the last w, itself included."""
 
     def __init__(self, cache: Cache, scale: float, windows: tuple[int | None, ...]) -> None:
         assert all(window is None or window > 0 for window in windows), windows
@@ -150,7 +152,7 @@ class PagedAttention:
         self.cache.write(layer, batch.slots, k, v)
         tokens, heads, head_dim = q.shape
         kv_heads = k.shape[1]
-        # Heads of one K head side by side: no copy of K per head, as enable_gqa makes on a CPU.
+        # Query heads grouped by KV head: no copy of K per head, as enable_gqa makes on a CPU.
         queries = self.cache.queries(layer, q).float()
         queries = queries.view(tokens, kv_heads, heads // kv_heads, head_dim)
         out = torch.empty_like(queries)
@@ -165,14 +167,14 @@ class PagedAttention:
         return out.view_as(q).to(q.dtype)
 
     def _decodes(self, layer: int, queries: Tensor, part: _Decodes) -> Tensor:
-        def seen(read: Tensor) -> Tensor:  # (texts, kv_heads, keys, head_dim)
-            # Slots behind a sequence's end may hold anything, NaN too. Weighing them by 0 would not
-            # do: 0 * NaN is NaN.
+        def seen(read: Tensor) -> Tensor:  # (sequences, kv_heads, keys, head_dim)
+            # Slots past a sequence's end may hold anything, and a weight of 0 is not enough: 0 *
+            # NaN is NaN.
             clear = read.index_fill_(0, part.unseen, 0).float()
-            return clear.view(part.texts, part.keys, *clear.shape[1:]).transpose(1, 2)
+            return clear.view(part.sequences, part.keys, *clear.shape[1:]).transpose(1, 2)
 
-        keys, values = map(seen, self.cache.read(layer, part.pages, part.texts * part.keys))
-        # The heads of a group are its rows: (texts, kv_heads, group, head_dim).
+        keys, values = map(seen, self.cache.read(layer, part.pages, part.sequences * part.keys))
+        # The heads of a group are its rows: (sequences, kv_heads, group, head_dim).
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=part.hidden, scale=self.scale
         )
@@ -186,7 +188,7 @@ class PagedAttention:
     ) -> Tensor:  # like queries
         count, _, group, _ = queries.shape
         before = keys.shape[1] - count
-        q = queries.permute(1, 2, 0, 3)  # K heads are the batch, and a group shares its K and V
+        q = queries.permute(1, 2, 0, 3)  # KV heads are the batch, and a group shares its K and V
         keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
         if before == 0 and (window is None or window >= count):
             out = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale)

@@ -1,5 +1,5 @@
-"""From a checkpoint, or a model in memory, to an engine: what is loaded, how large its cache is,
-and what runs it.
+"""From a checkpoint, or a model in memory, to an engine: loads the model, sizes the KV cache and
+chooses the runner.
 """
 
 import math
@@ -25,8 +25,8 @@ from billfish.models.decoder import Decoder
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 
-PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # a GPU reads 64 tokens of a head in one piece
-BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: what keeps the device busy, and no more
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # 64: one record of the GPU's cache
+BUDGET = {"cpu": 512, "cuda": 4096}  # tokens a step: as many as keep the device busy
 CPU_CACHE = 2**30  # bytes, unless told
 STORAGE = {**FORMATS, **CALIBRATED}
 Made = TypeVar("Made")
@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 class Loaded(NamedTuple):
     model: Any
     tokenizer: Any
-    given: bool  # nobody else has the model
+    given: bool  # the engine owns the model and may rearrange its weights
 
 
 Source = Path | str | Loaded
@@ -43,7 +43,7 @@ Source = Path | str | Loaded
 
 @dataclass(frozen=True)
 class Settings:
-    """What LLM is told."""
+    """LLM's arguments, checked."""
 
     kv: str
     dtype: str | torch.dtype
@@ -109,11 +109,11 @@ def build(source: Source, told: Settings) -> Engine:
     )
     cache: Cache | Pool = storage(room)
     budget = told.max_batched_tokens or BUDGET[kind]
-    texts = min(told.max_num_seqs, budget)
+    sequences = min(told.max_num_seqs, budget)
     rotation = rotation_of(source, decoder, tokenizer, longest) if told.kv == "kv4" else None
     runner: Runner
     if isinstance(cache, Pool):
-        runner = gpu.GpuRunner(decoder, cache, texts, longest, rotation, invariant=invariant)
+        runner = gpu.GpuRunner(decoder, cache, sequences, longest, rotation, invariant=invariant)
     else:
         if isinstance(cache, Kv4):
             cache.rotation = rotation
@@ -121,14 +121,13 @@ def build(source: Source, told: Settings) -> Engine:
             cache.set_ranges(stored_ranges(source))
         runner = TorchRunner(decoder, cache)
     kept = Pages(pages, size, told.prefix_caching)
-    return Engine(runner, tokenizer, kept, _eos(model, tokenizer), budget, texts, longest)
+    return Engine(runner, tokenizer, kept, _eos(model, tokenizer), budget, sequences, longest)
 
 
 def apart(device: str, make: Callable[[], Made]) -> Made:
-    """On a CPU in a thread that ends. OpenMP keeps a team of threads for each thread that has
-    computed, and once all teams together outnumber the cores none of them spins any more between
-    two products: steps of the engine's own thread took 20 to 30 % longer where the caller's had
-    loaded the model."""
+    """Calls `make`, on a CPU in a thread that ends. OpenMP keeps a team for every thread that has
+    computed, and once the teams together outnumber the cores none of them spins between products:
+    the engine thread's steps took 20 to 30 % longer where the caller's had loaded the model."""
     if device != "cpu":
         return make()
     made: Future[Made] = Future()
@@ -139,7 +138,7 @@ def apart(device: str, make: Callable[[], Made]) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    thread = threading.Thread(target=work, name="billfish-load", daemon=True)  # Ctrl-C leaves it
+    thread = threading.Thread(target=work, name="billfish-load", daemon=True)  # for Ctrl-C
     thread.start()
     try:
         return made.result()
@@ -149,7 +148,7 @@ def apart(device: str, make: Callable[[], Made]) -> Made:
 
 
 def _room(device: torch.device, share: float) -> int:
-    """Bytes for the cache. On a GPU what is left of its share once the weights are there."""
+    """Bytes for the cache; on a GPU what the weights have left of its share."""
     if device.type == "cpu":
         return CPU_CACHE
     free, total = torch.cuda.mem_get_info(device)

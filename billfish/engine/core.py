@@ -1,13 +1,13 @@
-"""Engine: one model, one paged cache, steps. Synchronous; a single thread calls it.
+"""Engine: one model, one paged KV cache, one step at a time. A single thread calls it.
 
     requests -> sequences -> scheduler.step() -> pieces -> decoder, one flat batch -> logits
              <- texts      <- detokenizer, stops        <- chosen tokens           <-
 
-A step mixes prompts and decodes under a budget of tokens. What goes wrong with the numbers of one
-request ends it alone; what goes wrong with a whole step ends the requests in it, never the engine.
-Where the device works by itself (a GPU), text is written while it does, and texts run ahead: the
-next step begins before the tokens of this one are here, and what it computes for a text that turns
-out to have ended is dropped.
+A step mixes prefill chunks and decodes under a token budget. An error in the numbers of one request
+ends it alone; an error of a whole step ends the requests in it, never the engine. Where the device
+is asynchronous (a GPU), text is detokenized while it computes, and decodes run ahead: the next step
+is launched before the tokens of this one have arrived, and what it computes for a sequence that
+turns out to have ended is dropped.
 """
 
 import itertools
@@ -22,17 +22,17 @@ from torch import Tensor
 from billfish.engine.kv.pages import Pages
 from billfish.engine.params import SamplingParams
 from billfish.engine.runner import Decoded, Runner
-from billfish.engine.sampling import Chooser, Chosen, choose_tokens, tell
+from billfish.engine.sampling import Chooser, Chosen, choose_tokens, logprobs_of
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
 
-SCORED = 256  # prompt tokens whose logits are held at once
+SCORED = 256  # prompt tokens whose logits are in memory at once
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass
 class Completion:
-    """One of a request's n texts; grows until it has a finish_reason."""
+    """One of a request's n completions; grows until it has a finish_reason."""
 
     index: int
     text: str = ""
@@ -49,7 +49,7 @@ class RequestOutput:
     prompt: str | None  # None if it came as token ids
     prompt_token_ids: list[int]
     outputs: list[Completion]
-    cached_tokens: int = 0  # of the prompt, found in pages of earlier ones
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     # Of every prompt token but the first, given those before it; if asked for.
     prompt_logprobs: list[Chosen] | None = None
 
@@ -60,7 +60,7 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class _Run:
-    """One sequence and what turns its tokens into text."""
+    """A running sequence with its sampler, detokenizer and stop strings."""
 
     request: RequestOutput
     completion: Completion
@@ -73,7 +73,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Flying:
-    """A decode whose tokens nobody has read."""
+    """A decode in flight: its tokens have not been read."""
 
     decoded: Decoded
     # run, its row in `decoded`, and where in its output the token goes
@@ -81,7 +81,7 @@ class _Flying:
 
 
 class Engine:
-    """`add`, then `step` until nothing is unfinished. Outputs are filled in place."""
+    """`add`, then `step` until idle. Outputs are filled in place."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Engine:
         self.pages, self.most_tokens = pages, most_tokens
         self.scheduler = Scheduler(pages, budget, most_sequences)
         self.runs: dict[str, _Run] = {}
-        self._late: list[tuple[_Run, Chosen]] = []  # tokens whose text is to be written
+        self._late: list[tuple[_Run, Chosen]] = []  # tokens still to be detokenized
         self._flying: _Flying | None = None
-        self._unscored: list[_Run] = []  # those whose prompt could not be scored in this step
+        self._unscored: list[_Run] = []  # runs whose prompt could not be scored in this step
         self._salts = itertools.count(1)
 
     @property
@@ -108,7 +108,7 @@ class Engine:
         return not self.runs
 
     def add(self, request: RequestOutput, params: SamplingParams) -> None:
-        """ValueError if its pages are more than there are."""
+        """ValueError if it needs more pages than there are."""
         prompt, scored = request.prompt_token_ids, params.prompt_logprobs is not None
         if scored:
             request.prompt_logprobs = []
@@ -117,7 +117,9 @@ class Engine:
                 name=f"{request.name}/{completion.index}",
                 prompt=list(prompt),
                 most=min(len(prompt) + params.max_tokens, self.most_tokens),
-                salt=next(self._salts) if scored else 0,  # all is computed: nothing is shared
+                salt=next(self._salts)
+                if scored
+                else 0,  # scores need every token computed: no prefix cache
             )
             vocabulary = self.decoder.shape.vocabulary
             self.scheduler.add(sequence)
@@ -132,12 +134,12 @@ class Engine:
             )
 
     def cancel(self, name: str) -> None:
-        """Of a request. Its pages are free at once; unknown names are nothing to do."""
+        """Ends a request and frees its pages at once; ignores unknown names."""
         for run in [run for run in self.runs.values() if run.request.name == name]:
             self._end(run, "cancelled")
 
     def step(self) -> list[RequestOutput]:
-        """Runs what the scheduler picks; gives the requests that have something new."""
+        """Runs what the scheduler picks; returns the requests that have something new."""
         news: list[_Run] = []
         self._unscored = []
         before, self._flying = self._flying, None
@@ -160,7 +162,7 @@ class Engine:
             if decoded is None and self.runs and before is None:
                 raise RuntimeError("the scheduler finds nothing that it could run")
             chosen = self._choose(decoded, going) if decoded is not None else []
-        except Exception as error:  # memory, or a mistake of ours: the others go on
+        except Exception as error:  # out of memory, or a bug: the other requests go on
             names = [piece.sequence.name for piece in pieces] or list(self.runs)
             failed = [self.runs[name] for name in names if name in self.runs]
             for run in failed:
@@ -174,7 +176,7 @@ class Engine:
         return _once(run.request for run in (*news, *ended))
 
     def _run(self, pieces: Many[Piece]) -> Decoded:
-        """Logits of the pieces that sample; scores of prompts on the way."""
+        """Logits of the pieces that sample; scores prompts on the way."""
         runs = [self.runs[piece.sequence.name] for piece in pieces]
         if all(
             piece.count == 1 and piece.samples and run.params.prompt_logprobs is None
@@ -194,7 +196,7 @@ class Engine:
         return Decoded(self.decoder.logits(hidden[last]))
 
     def _going(self, pieces: Many[Piece]) -> list[tuple[_Run, int]]:
-        """Runs that draw a token, and their rows; without those that have ended meanwhile."""
+        """Runs that sample a token, and their rows; without those that have ended meanwhile."""
         asking = [piece.sequence.name for piece in pieces if piece.samples]
         return [(self.runs[name], row) for row, name in enumerate(asking) if name in self.runs]
 
@@ -205,7 +207,7 @@ class Engine:
         )
 
     def _end_scored(self, pieces: Many[Piece]) -> list[_Run]:
-        """Prompts that were to be scored and not continued."""
+        """Ends requests that only score their prompt (max_tokens 0)."""
         ended = []
         for piece in pieces:
             run = self.runs.get(piece.sequence.name)
@@ -216,13 +218,13 @@ class Engine:
         return ended
 
     def _promise(self, flying: _Flying) -> bool:
-        """Lets texts under way have their next token before it is known: a number that says where
-        it will be. False where it must be known first."""
+        """Runs ahead: gives sequences in flight a placeholder for their next token, -1 - row, which
+        the device replaces. False where the token must be known first."""
         alive = [one for one in flying.rows if one[0].completion.finish_reason is None]
         if (
             self.scheduler.admits
             or len(alive) < len(self.scheduler.running)
-            or self.pages.free() < len(alive)  # else one may be preempted
+            or self.pages.free() < len(alive)  # else a sequence may be preempted
         ):
             return False
         going = [
@@ -236,7 +238,7 @@ class Engine:
         return bool(going)
 
     def _land(self, flying: _Flying) -> list[_Run]:
-        """Takes the tokens of a decode; the runs that have ended by them."""
+        """Reads and takes the tokens of a decode; returns the runs that have ended."""
         try:
             tokens, peaks = flying.decoded.drawn()
         except Exception as error:
@@ -247,7 +249,7 @@ class Engine:
         for run, row, at in flying.rows:
             if run.completion.finish_reason is not None:
                 continue
-            del run.sequence.output[at:]  # what was promised
+            del run.sequence.output[at:]  # the placeholder
             if math.isfinite(peaks[row]):
                 run.chooser.note(tokens[row])
                 self._take(run, Chosen(tokens[row]))
@@ -263,28 +265,28 @@ class Engine:
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, starts: list[int], pieces: Many[Piece]) -> None:
-        """What the model gave the prompt's tokens that follow those of each piece."""
+        """Log probabilities of the prompt tokens that follow those of each piece."""
         for start, piece in zip(starts, pieces, strict=True):
             run = self.runs[piece.sequence.name]
             scores, count = run.request.prompt_logprobs, run.params.prompt_logprobs
             if scores is None or count is None or run.completion.index > 0:
                 continue
-            done = len(scores)  # a preempted prompt is computed twice, and scored once
+            done = len(scores)  # a preempted prompt is computed again, but scored once
             first, end = max(piece.start, done), piece.start + piece.count
             following = piece.sequence.prompt[first + 1 : end + 1]
             try:
-                for row in range(0, len(following), SCORED):  # all logits would be gigabytes
+                for row in range(0, len(following), SCORED):  # all at once would be gigabytes
                     some = following[row : row + SCORED]
                     at = start + first - piece.start + row
                     logits = self.decoder.logits(hidden[at : at + len(some)])
                     tokens = torch.tensor(some, device=hidden.device)
-                    scores += tell(logits, tokens, [count] * len(some))
+                    scores += logprobs_of(logits, tokens, [count] * len(some))
             except Exception as error:  # the others go on
                 self._fail(run, error)
                 self._unscored.append(run)
 
     def _take(self, run: _Run, chosen: Chosen | Exception) -> None:
-        """A token more, and whether it was the last; or what went wrong with this one alone."""
+        """Appends a token, and ends the run if it was the last or an error."""
         try:
             if isinstance(chosen, Exception):
                 raise chosen
@@ -313,14 +315,14 @@ class Engine:
             self._late.append((run, chosen))
 
     def _write_late(self) -> list[_Run]:
-        """Text of the tokens taken before; the runs that have some."""
+        """Detokenizes the tokens taken before; returns their runs."""
         late, self._late = self._late, []
         written = [(run, chosen) for run, chosen in late if run.completion.finish_reason is None]
         for run, chosen in written:
             try:
                 if self._write(run, chosen):
                     self._end(run, "stop")
-            except Exception as error:  # a tokenizer's; the others go on
+            except Exception as error:  # the tokenizer's; the other requests go on
                 self._fail(run, error)
         return [run for run, _ in written]
 
@@ -330,7 +332,7 @@ class Engine:
             run.completion.logprobs.append(chosen)
 
     def _write(self, run: _Run, chosen: Chosen) -> bool:
-        """Its text; whether a stop string is in it."""
+        """Appends its text; True if a stop string was found."""
         self._note(run, chosen)
         return self._show(run, run.words.add(chosen.token))
 
@@ -360,7 +362,7 @@ class Engine:
 
 
 def _is_plain(run: _Run) -> bool:
-    """Its next token follows from the logits and its own number, and nobody asks for more."""
+    """Whether the device can sample it: logits are not edited, and no logprobs are asked for."""
     return not run.chooser.edits and run.params.logprobs is None
 
 

@@ -1,9 +1,9 @@
-"""Grammars as llguidance takes them; run by its path, the process in which strangers' are tried.
+"""llguidance's grammars; run as a script, the process in which untrusted ones are compiled first.
 
-Imports nothing of ours, so that the process is small. llguidance bounds what a grammar may cost,
-but not everywhere: a thousand references in a row overflow its stack, an array of 10^9 items takes
-all memory, twenty patterns that must all hold take minutes. None of these can be caught in a
-process that has something to lose.
+Imports nothing of Billfish, so that the process is small. llguidance limits what a grammar may
+cost, but not everywhere: a thousand nested references overflow its stack, an array of 10^9 items
+takes all memory, an intersection of twenty patterns takes minutes. None of these can be caught in
+the server's process.
 """
 
 import json
@@ -16,19 +16,19 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-SECONDS = 2  # of a processor, for one grammar; an ordinary schema takes 0.001
-MEMORY = 2**30  # bytes more than the process has when it is ready
-STACK = 2**20  # bytes; threads that compile in earnest have 2 MB at least
+SECONDS = 2  # of CPU time for one grammar; an ordinary schema takes 0.001
+MEMORY = 2**30  # bytes more than the process has at its start
+STACK = 2**20  # bytes; the server's threads have at least 2 MB
 STATM = Path("/proc/self/statm")
 
 
 def learned(tokenizer: str, n_vocab: int, eos_token: int | None) -> LLTokenizer:
-    """Of a tokenizer.json's text."""
+    """From the text of tokenizer.json."""
     return LLTokenizer(tokenizer, n_vocab=n_vocab, eos_token=eos_token)
 
 
 def serialize(kind: str, text: str) -> str:
-    """Of a JSON schema, a regex, choices (a JSON list) or a grammar (Lark's or GBNF's syntax)."""
+    """From a JSON schema, a regex, choices (a JSON list) or a grammar (Lark's or GBNF's syntax)."""
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
@@ -40,8 +40,8 @@ def serialize(kind: str, text: str) -> str:
 
 
 def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """ValueError with the reason. The first mask is the dearest: if it is too dear, that is told
-    here, too."""
+    """ValueError with the reason, also if the first mask, the most expensive one, costs too
+    much."""
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
@@ -69,7 +69,7 @@ def _try(tokenizer: LLTokenizer, asked: dict[str, str]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """A tokenizer in, then a grammar a line; a line for each: what is compiled, or why not."""
+    """stdin: a tokenizer, then a grammar a line. stdout: a line for each, compiled or why not."""
     tokenizer = learned(**json.loads(sys.stdin.readline()))
     if STATM.exists():  # Linux; other systems do not keep this limit
         held = int(STATM.read_text().split()[0]) * resource.getpagesize()

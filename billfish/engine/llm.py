@@ -3,8 +3,8 @@
     llm = billfish.LLM("./smol-w4")
     llm.generate(["What is a billfish?"], billfish.SamplingParams(temperature=0))
 
-One thread owns the engine and steps it while there is work; callers put requests into its queue and
-read what it notifies them of, from threads (`generate`) or coroutines (`stream`).
+One thread owns the engine and steps it while there is work; callers, threads (`generate`) or
+coroutines (`stream`), put requests into its queue and are notified of outputs.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ class LLM:
         kv: str = "kv16",
         dtype: str | torch.dtype = "auto",  # to compute in; auto: as load chooses
         device: str = "auto",
-        max_model_len: int | None = None,  # of prompt and text; None: the model's
-        max_num_seqs: int = 32,  # texts that are written at the same time
-        max_batched_tokens: int | None = None,  # a step's
-        gpu_memory: float = 0.9,  # of the card, weights and cache together
-        pages: int | None = None,  # of the cache; few of them show preemption
+        max_model_len: int | None = None,  # tokens of prompt and completion; None: the model's
+        max_num_seqs: int = 32,  # sequences that run at the same time
+        max_batched_tokens: int | None = None,  # tokens of a step
+        gpu_memory: float = 0.9,  # share of the GPU's memory for weights and cache together
+        pages: int | None = None,  # of the cache; None: as memory allows
         prefix_caching: bool = True,
         batch_invariant: bool = False,
     ) -> None:
@@ -74,9 +74,9 @@ class LLM:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, given: bool = False, **settings: Any) -> "LLM":
-        """Of a model that is in memory, where and in the dtype it is; it is not freed by `close`.
-        One that is given is the engine's alone from now on: on a CPU its weights are stored anew,
-        as LLM does with its own. Settings are those of LLM that are not about loading."""
+        """From a model in memory, on its device and in its dtype; `close` does not free it. With
+        `given` the engine owns it and may rearrange its weights (on a CPU), as LLM does with its
+        own. Settings are LLM's, without those about loading."""
         if told := sorted(settings.keys() & {"dtype", "device", "batch_invariant"}):
             raise UserError(
                 f"LLM.of with {', '.join(told)}: the model is loaded, which settles it. Say it to "
@@ -89,7 +89,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """In the order of the prompts; a prompt is a text or token ids."""
+        """In the order of the prompts; a prompt is a string or token ids."""
         many: Sequence[Any] = [prompts] if _is_one(prompts) else list(prompts)
         wanted = (
             [params or SamplingParams()] * len(many)
@@ -121,8 +121,8 @@ class LLM:
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def notify(output: RequestOutput) -> None:
-            # Of every token this thread need not know: to wake it takes Python's lock from the
-            # engine, 64 times a step.
+            # Not for every token: waking this thread takes Python's lock from the engine's, 64
+            # times a step.
             if output.finished:
                 ended.put(output.name)
 
@@ -148,20 +148,20 @@ class LLM:
     def templated(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None
     ) -> list[int]:
-        """Messages by the model's chat template."""
+        """Token ids of messages, by the model's chat template."""
         ids: list[int] = self.tokenizer(
             self.templates.render(self.tokenizer, messages, tools), add_special_tokens=False
         ).input_ids
         return ids
 
     def check(self, params: SamplingParams) -> None:
-        """UserError if this model cannot do what they ask for."""
+        """UserError if this model does not support the params."""
         params.check_for(self.vocabulary, self.engine.eos)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The output so far, whenever it has grown. Leaving the loop cancels the request."""
+        """Yields the output so far whenever it has grown. Leaving the loop cancels the request."""
         params = self._compiled(params or SamplingParams())
         request = self._request(prompt, params)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestOutput]()
@@ -206,7 +206,7 @@ class LLM:
 
     @property
     def closed(self) -> bool:
-        """Also when its thread has died of a mistake: nothing is answered any more."""
+        """Also when the engine's thread has died: no request is answered any more."""
         return self._worker.closed
 
     def __enter__(self) -> "LLM":
@@ -273,13 +273,13 @@ class _Worker:
             self._waiting[request.name] = (request, notify)
             try:
                 self.engine.add(request, params)
-            except Exception as error:  # a mistake of ours, which ends this request alone
+            except Exception as error:  # a bug, which ends this request alone
                 self.engine.cancel(request.name)
                 for one in request.outputs:
                     one.finish_reason, one.error = "error", f"{type(error).__name__}: {error}"
                 self._tell([request])
 
-        with self._lock:  # nobody is left behind in the queue of a thread that has ended
+        with self._lock:  # no request enters the queue of a thread that has ended
             if self._closed:
                 raise UserError("this LLM is closed; make another.")
             self._orders.put(order)
@@ -309,7 +309,7 @@ class _Worker:
                 if order is None:
                     return
                 order()
-        finally:  # also if the engine itself is broken: whoever waits is told
+        finally:  # also if the engine fails: every waiting caller is notified
             with self._lock:
                 self._closed = True
             while not self._orders.empty():
@@ -327,13 +327,13 @@ class _Worker:
                     del self._waiting[output.name]
                 try:
                     notify(output)
-                except Exception:  # nobody listens any more, say, a loop that was closed
+                except Exception:  # the listener is gone, e.g. its event loop was closed
                     self._waiting.pop(output.name, None)
                     self.engine.cancel(output.name)
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    """As it is now: the engine's thread goes on writing into it."""
+    """A copy: the engine's thread goes on writing into the original."""
     outputs = [
         replace(one, token_ids=list(one.token_ids), logprobs=list(one.logprobs))
         for one in output.outputs

@@ -1,8 +1,8 @@
 """SamplingParams: what a request asks for, checked when it is made.
 
-Every number has a range, so that nothing a caller may ask for overflows fp32 or an int32 in a
-sampler, on a CPU or in draw.cuh. The ranges are OpenAI's where OpenAI has one; temperature goes
-on to 100, since vLLM's clients heat to 5 and more together with min_p.
+Every number has a range, so that nothing a caller asks for overflows fp32 or int32 in a sampler,
+on a CPU or in draw.cuh. The ranges are OpenAI's where OpenAI has one; temperature may be up to 100,
+since vLLM's clients use 5 and more together with min_p.
 """
 
 import reprlib
@@ -13,17 +13,17 @@ from typing import Any
 from billfish.engine.structured import Matcher, StructuredOutputsParams
 from billfish.errors import UserError
 
-LARGEST = 2**31 - 1  # of whole numbers that have no bound of their own
+LARGEST = 2**31 - 1  # integer without a bound of its own
 STOPS, STOP_LENGTH, STOP_TOKENS = 16, 1024, 1024  # looked for after every token
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks for. Names and meanings are vLLM's and OpenAI's."""
+    """Names and meanings are vLLM's and OpenAI's."""
 
     n: int = 1
     max_tokens: int = 256
-    min_tokens: int = 0  # end and stop tokens are impossible until then
+    min_tokens: int = 0  # no end or stop token before
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off; vLLM's -1 becomes 0
@@ -37,7 +37,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True  # in the text
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the best tokens to tell beside the chosen one
+    logprobs: int | None = (
+        None  # how many of the most likely tokens to return beside the chosen one
+    )
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; max_tokens may be 0 then
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token -> added to its logit
     # What the text must match; a mapping becomes StructuredOutputsParams, which LLM compiles.
@@ -89,7 +91,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller keeps its own
 
     def check_for(self, vocabulary: int, eos: Set[int]) -> None:
-        """What only a model can tell: its tokens are 0 to vocabulary - 1, and `eos` end a text."""
+        """Checks that need the model: its tokens are 0 to vocabulary - 1, `eos` end a sequence."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias: token", tuple(self.logit_bias)),
@@ -140,5 +142,5 @@ def _number(name: str, value: Any, low: float, high: float, above: bool = False)
 def _told(value: Any) -> str:
     try:
         return reprlib.repr(value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+    except ValueError:  # Python prints no integer of more than 4300 digits
         return "that large"

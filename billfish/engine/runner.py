@@ -1,4 +1,4 @@
-"""What runs a step's pieces through the model: with torch's operators on any device, or gpu.py."""
+"""Runs a step's pieces through the model: torch's operators on any device, or cuda/runner.py."""
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from billfish.engine.kv.cache import Cache
 from billfish.engine.scheduler import Piece
 from billfish.models.decoder import Decoder
 
-Rules = list[NDArray[np.int32]]  # one a row: Chooser.rule
+Rules = list[NDArray[np.int32]]  # Chooser.rule of each row
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One token a row; perhaps still under way."""
+    """The result of a decode, one token a row; perhaps still in flight."""
 
-    logits: Tensor  # (rows, vocabulary), until the next call of the runner
-    # If rules were given: (rows, 2) int32 in memory of the host, the next token and the best one's
-    # logit's bits, once `landed` has happened. Good until the next call but one.
+    logits: Tensor  # (rows, vocabulary), valid until the runner's next call
+    # With rules: (rows, 2) int32 in host memory, the next token and the bits of the largest logit,
+    # once `landed` has happened. Valid until the next call but one.
     found: Tensor | None = None
     landed: torch.Event | None = None
 
     def drawn(self) -> tuple[list[int], list[float]]:
-        """Each row's next token, and its best logit; waits for them."""
+        """Each row's next token and its largest logit; waits for them."""
         assert self.found is not None and self.landed is not None
         self.landed.synchronize()
         return self.found[:, 0].tolist(), self.found[:, 1].view(torch.float32).tolist()
@@ -36,16 +36,16 @@ class Decoded:
 
 class Runner(Protocol):
     decoder: Decoder
-    # Whether a call returns before its work is done. A decode may then draw by rules, and take
-    # tokens that are not known yet: -1 - i is what was drawn for row i of the decode before.
+    # Whether a call returns before its work is done. A decode may then sample by rules, and take
+    # placeholders for tokens: -1 - i is the token that the previous decode drew for row i.
     asynchronous: bool
 
     def hidden(self, pieces: Many[Piece]) -> Tensor:
-        """(tokens, hidden) of all pieces, one after the other; K and V of them are in pages."""
+        """(tokens, hidden) of all pieces, end to end; writes their K and V into pages."""
         ...
 
     def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
-        """The same where each is one token, and what may follow it; with rules, what does."""
+        """Logits of pieces of one token each; with rules, also their next tokens."""
         ...
 
 

@@ -1,14 +1,14 @@
-"""From a row of logits to the next token of a sequence: what may be asked for, and how it is drawn.
+"""From a row of logits to the next token of a sequence.
 
 Steps, as in vLLM: logit bias, penalties, min_tokens, grammar, temperature, min_p, top_k, top_p,
 draw. Log probabilities are the model's own, before any of these steps (OpenAI and vLLM v1 do so).
 
-A draw is one number of the sequence's own stream, keyed by (seed, index), looked up in the sums of
-its own row, so nothing else in the batch can change it. The sums run in the order of token ids and
-not of probability: noise in the last bits of the logits swaps neighbours in a ranking, but moves
-such a sum by next to nothing. Ties, wherever they matter, go to the lowest id.
+A draw inverts the row's cumulative distribution at one number of the sequence's own random stream,
+keyed by (seed, index), so that nothing else in the batch can change it. The cumulative sums run in
+the order of token ids, not of probability: noise in the last bits of the logits swaps neighbours in
+a ranking, but hardly moves such a sum. Ties go to the lowest id.
 
-Knows nothing of models, text or requests; whether a token ends a sequence is the engine's to say.
+Knows nothing of models, text or requests; the engine decides whether a token ends a sequence.
 """
 
 import math
@@ -27,10 +27,10 @@ from billfish.engine.structured import Matcher, put_bits
 from billfish.errors import UserError
 
 GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
-# Nearly every nucleus fits; picking this many of 150,000 takes a third of the time of sorting all.
+# Nearly every nucleus fits; selecting this many of 150,000 takes a third of the time of sorting.
 NUCLEUS = 1024
 BLOCK = 512  # tokens that are summed together before a draw
-RULE = 8  # numbers that tell a GPU how to draw
+RULE = 8  # int32 fields of draw.cuh's Rule
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chosen:
 
 
 class Chooser:
-    """Draws the tokens of one sequence: its own random numbers, its own counts."""
+    """The sampler of one sequence: its random stream and its token counts."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class Chooser:
         eos: frozenset[int],
         index: int = 0,  # which of n
     ) -> None:
-        self.params = params  # that were checked for this model
+        self.params = params  # checked for this model
         self.vocabulary = vocabulary
         self.drawn = 0
         self.greedy = params.temperature < GREEDY
         wanted = params.structured_outputs
         self.matcher = wanted.copy() if isinstance(wanted, Matcher) else None
         seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed % 2**64
-        # Counter based: the key is all there is to a stream, and NumPy promises its raw numbers.
+        # Counter-based: the key alone defines the stream, and NumPy guarantees its raw numbers.
         self._stream = np.random.Philox(key=np.array([seed, index], dtype=np.uint64))
         ends = {token for token in eos if token < vocabulary} | set(params.stop_token_ids)
         self._ends = np.array(sorted(ends), dtype=np.int64)
         self._repeats = params.repetition_penalty != 1
         self._counts = bool(params.presence_penalty or params.frequency_penalty)
-        # Tokens whose logit changes have a slot in these columns, in order of appearance. Room for
-        # all costs nothing: the system gives a page when it is first written.
+        # Tokens whose logits change have a slot in these columns, in order of appearance. Room for
+        # all costs nothing: the system maps a page when it is first written.
         room = vocabulary if self._repeats or self._counts else len(params.logit_bias)
         self._slots: dict[int, int] = {}
         self._ids = np.zeros(room, np.int64)
@@ -76,12 +76,12 @@ class Chooser:
             self._bias[self._slot(token)] = bias
         if self._repeats:
             for token in set(prompt):
-                if token < vocabulary:  # a placeholder for an image may lie beyond
+                if token < vocabulary:  # an image placeholder may lie beyond
                     self._seen[self._slot(token)] = True
 
     @property
     def edits(self) -> bool:
-        """Whether logits change before the next draw."""
+        """Whether the next logits are edited before the draw."""
         return bool(self._slots) or self.drawn < self.params.min_tokens or self.matcher is not None
 
     def note(self, token: int) -> None:
@@ -95,23 +95,23 @@ class Chooser:
             self._times[slot] += 1
 
     def uniform(self) -> float:
-        """The stream's next number in [0, 1). 52 bits: any fp64 sum times it is below that sum."""
+        """The stream's next number in [0, 1). 52 bits: an fp64 sum times it is below the sum."""
         return int(self._stream.random_raw() >> 12) * 2.0**-52
 
     def rule(self) -> NDArray[np.int32]:
-        """How draw.cuh is to draw the next token (its Rule), from the stream's next number."""
+        """draw.cuh's Rule for the next token, with the stream's next number."""
         rule, p = np.zeros(RULE, np.int32), self.params
         if not self.greedy:
             numbers = rule.view(np.float32)
             numbers[0] = math.log2(math.e) / p.temperature
             numbers[1] = -math.log2(p.min_p) if p.min_p > 0 else math.inf
             rule[2] = p.top_k if 0 < p.top_k < self.vocabulary else 0
-            numbers[3] = max(p.top_p, 2.0**-40)  # weights are multiples of it; 0 would keep all
+            numbers[3] = max(p.top_p, 2.0**-40)  # the unit of draw.cuh's weights; 0 would keep all
             rule[4:6] = np.array([self._stream.random_raw() >> 12], np.uint64).view(np.int32)
         return rule
 
     def changes(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Token ids (count,), and (3, count) fp32: added first, repetition penalty, taken off."""
+        """Token ids (count,), and (3, count) fp32: bias, repetition penalty, other penalties."""
         used, p = len(self._slots), self.params
         times = self._times[:used]
         changes = np.empty((3, used), np.float32)
@@ -121,12 +121,12 @@ class Chooser:
         return self._ids[:used], changes
 
     def barred(self) -> NDArray[Any]:
-        """Tokens that may not come yet."""
+        """End and stop tokens, before min_tokens."""
         early = self.drawn < self.params.min_tokens and self.matcher is None
         return self._ends if early else self._ends[:0]
 
     def allowed(self) -> NDArray[np.uint8]:
-        """Tokens that the grammar allows, a bit each. Where it can only end, min_tokens yields."""
+        """Tokens that the grammar allows, a bit each. Where it must end, min_tokens is ignored."""
         assert self.matcher is not None
         bits = self.matcher.mask()
         if self.drawn < self.params.min_tokens:
@@ -147,8 +147,8 @@ def choose_tokens(
 ) -> list[Chosen | Exception]:
     """The next token of every row. NaN counts as -inf.
 
-    A row without any finite logit gets an exception in its place, and so does one whose own numbers
-    make a step below fail: then rows are done again one by one, and its request fails alone.
+    A row without a finite logit gets an exception in its place, and so does one whose numbers make
+    a step fail: rows are then sampled again one by one, and its request fails alone.
 
     On one core of a Xeon (AVX-512), ms a row of 150,000: greedy 0.2, temperature 0.5, top_k or
     top_p 1.0 (2.3 if the nucleus is nearly everything); penalties add 0.1, log probabilities 0.7.
@@ -157,7 +157,7 @@ def choose_tokens(
     if widths != {logits.shape[-1]} or logits.shape[:-1] != (len(choosers),):
         rule = f"a row for each of {len(choosers)} choosers, wide as their vocabulary"
         raise ValueError(f"logits {tuple(logits.shape)}: {rule}, {sorted(widths)}.")
-    # Drawn once, whatever fails: a row done again has the same number.
+    # Drawn once: a row that is sampled again has the same number.
     numbers = [0.0 if chooser.greedy else chooser.uniform() for chooser in choosers]
     return _together_or_alone(logits, choosers, numbers)
 
@@ -197,7 +197,7 @@ def _choose(
     asked = [row for row in alive if choosers[row].params.logprobs is not None]
     for part, rows in _parts(asked, raw.device):
         counts = [choosers[row].params.logprobs or 0 for row in rows]
-        told.update(zip(rows, tell(_clean(raw[part]), tokens[part], counts), strict=True))
+        told.update(zip(rows, logprobs_of(_clean(raw[part]), tokens[part], counts), strict=True))
     ids = tokens.tolist() if sampled else list(map(int, ids))
     for row in alive:
         choosers[row].note(ids[row])
@@ -208,7 +208,7 @@ def _choose(
 
 
 def _edit(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
-    """A copy with bias, penalties and barred tokens, all rows at once by flat index."""
+    """A copy with bias, penalties and masks, all rows at once by flat index."""
     x = logits.clone()
     flat, width = x.view(-1), x.shape[1]
     changes = [chooser.changes() for chooser in choosers]
@@ -221,7 +221,7 @@ def _edit(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     ends = [chooser.barred() + row * width for row, chooser in enumerate(choosers)]
     flat[torch.from_numpy(np.concatenate(ends)).to(x.device)] = -math.inf
     if bound := [row for row, chooser in enumerate(choosers) if chooser.matcher is not None]:
-        others = np.zeros(x.shape, np.bool_)  # of all rows: to mask some apart is slower
+        others = np.zeros(x.shape, np.bool_)  # of all rows: masking some alone is slower
         for row in bound:
             bits = ~choosers[row].allowed()
             others[row] = np.unpackbits(bits, count=width, bitorder="little")
@@ -235,8 +235,8 @@ def _clean(x: Tensor) -> Tensor:
 
 
 def _parts(rows: list[int], device: torch.device) -> list[tuple[slice | list[int], list[int]]]:
-    """Rows that are worked on together: how to take them, and which. On a CPU one by one: 8 rows
-    of 150,000 do not stay in the cache between two steps."""
+    """Rows that are sampled together: how to index them, and which. On a CPU one by one: 8 rows of
+    150,000 do not stay in the cache between two steps."""
     alone: list[tuple[slice | list[int], list[int]]] = [(slice(i, i + 1), [i]) for i in rows]
     return alone if device.type == "cpu" or not rows else [(rows, rows)]
 
@@ -244,7 +244,7 @@ def _parts(rows: list[int], device: torch.device) -> list[tuple[slice | list[int
 def _draw(x: Tensor, best: Tensor, params: list[SamplingParams], numbers: list[float]) -> Tensor:
     """Token ids (rows,). `best` is each row's largest logit."""
     rows, width = x.shape
-    # How far below the best. Differences first: x / temperature could overflow.
+    # Distance to the largest logit. Differences first: x / temperature could overflow.
     depth = x.new_full((rows, -(-width // BLOCK) * BLOCK), math.inf)
     torch.sub(best[:, None], x, out=depth[:, :width])
     depth /= _column([p.temperature for p in params], x)
@@ -253,7 +253,7 @@ def _draw(x: Tensor, best: Tensor, params: list[SamplingParams], numbers: list[f
     top_k = [p.top_k if 0 < p.top_k < width else width for p in params]
     narrow = [i for i, p in enumerate(params) if top_k[i] < width or p.top_p < 1]
     if narrow:
-        if any(params[i].min_p > 0 for i in narrow):  # it comes first
+        if any(params[i].min_p > 0 for i in narrow):  # applied first
             depth = torch.where(depth <= deepest, depth, math.inf)
             mass = (-depth).exp_()
         limits, top_p = [top_k[i] for i in narrow], [params[i].top_p for i in narrow]
@@ -265,17 +265,17 @@ def _draw(x: Tensor, best: Tensor, params: list[SamplingParams], numbers: list[f
         for i, ids in surplus:
             mass[narrow[i], ids] = 0
     if narrow or any(p.min_p > 0 for p in params):
-        mass *= depth.le_(deepest)  # as fp32 in place: a fifth of the time of torch.where
-    # Of blocks, then inside one: a tenth of the time of all sums, and as good.
+        mass *= depth.le_(deepest)  # in place as fp32: a fifth of torch.where's time
+    # Cumulative sums of blocks, then within one: a tenth of the time, and as accurate.
     sums = _blocks(mass).cumsum(dim=-1)
     target = sums[:, -1:] * _column(numbers, sums)
-    # The first sum above the target: never one to which nothing was added.
+    # The first sum above the target: never a token of mass 0.
     block = torch.searchsorted(sums, target, right=True)
     before = torch.nn.functional.pad(sums, (1, 0)).gather(1, block)
     inside = mass.view(rows, -1, BLOCK)[torch.arange(rows, device=x.device), block[:, 0]]
     rising = inside.cumsum(dim=-1, dtype=torch.float64)
     place = torch.searchsorted(rising, target - before, right=True)
-    # Rounding may ask for a little more than is inside; then it is the last one.
+    # Rounding may put the target past the block's mass; then it is the last token with any.
     final = (inside > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
     return (block * BLOCK + torch.minimum(place, final))[:, 0]
 
@@ -289,8 +289,8 @@ def _narrow(
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """(the last depth that is kept (rows, 1), tokens at that depth that are not, by row).
 
-    Looks at the `size` best of each row; those that need more are done again with more. Only values
-    are ranked, and ids come in where the last one has equals: on a CPU sorting 150,000 values
+    Ranks the `size` largest logits of each row; rows that need more are done again with more. Only
+    values are ranked, and ids matter only among equals of the last: on a CPU sorting 150,000 values
     takes 0.5 ms, with their ids 15.
     """
     width = depth.shape[1]
@@ -298,7 +298,7 @@ def _narrow(
     sums = (-ranked).exp_().cumsum(dim=-1, dtype=torch.float64)
     limit = torch.tensor(top_k, device=depth.device)[:, None]
     best = sums.gather(1, limit.clamp(max=size) - 1)  # of top_k, which are all ranked here
-    # Of top_k's tokens the fewest that reach top_p: those with less than that before them.
+    # The fewest of top_k's tokens that reach top_p: those with less mass before them.
     shares = _column([p if p < 1 else math.inf for p in top_p], total)
     wanted = torch.where(limit == width, total, best) * shares
     kept = torch.minimum(torch.searchsorted(sums, wanted).clamp(max=size - 1) + 1, limit)
@@ -306,7 +306,7 @@ def _narrow(
     better, worse = (torch.searchsorted(ranked, last, right=side) for side in (False, True))
     surplus, again = [], []
     for row, (first, count, end) in enumerate(torch.cat([better, kept, worse], dim=1).tolist()):
-        if end == size < width:  # the next one may be needed, or be an equal
+        if end == size < width:  # the next may be needed, or be equal
             again.append(row)
         elif count < end:
             ids = (depth[row] == last[row]).nonzero()[:, 0]  # rising: the lowest stay
@@ -320,7 +320,7 @@ def _narrow(
 
 
 def _blocks(mass: Tensor) -> Tensor:
-    """Sums of blocks, fp64. In fp32 inside a block, where no 150,000 additions lose the small."""
+    """Sums of blocks, fp64. fp32 suffices within a block, not for 150,000 additions."""
     return mass.view(mass.shape[0], -1, BLOCK).sum(dim=-1).double()
 
 
@@ -334,8 +334,8 @@ def _ranked(depth: Tensor, size: int) -> Tensor:
     return torch.from_numpy(np.sort(values, axis=-1))
 
 
-def tell(raw: Tensor, tokens: Tensor, counts: list[int]) -> list[Chosen]:
-    """Log probabilities of each row's token and of its `count` best."""
+def logprobs_of(raw: Tensor, tokens: Tensor, counts: list[int]) -> list[Chosen]:
+    """Log probabilities of each row's token and of its `count` most likely ones."""
     total = raw.logsumexp(dim=-1, keepdim=True)
     own = (raw.gather(1, tokens[:, None]) - total)[:, 0].tolist()
     size = min(max(counts) + 1, raw.shape[1])  # one more, to see whether the last has equals

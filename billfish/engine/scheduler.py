@@ -1,15 +1,15 @@
 """Scheduler: which tokens of which sequences run in the next step. Continuous batching.
 
-It knows lengths and pages, no tensors, no clock and no sampling. One turn of the engine is
+It knows lengths and pages, no tensors, no clock and no sampling. One step of the engine:
 
-    pieces = scheduler.step()      pages for them are taken
+    pieces = scheduler.step()      allocates their pages
     ... the model runs ...
-    scheduler.ran(pieces)          K and V of them lie in pages now
+    scheduler.ran(pieces)          their K and V are in the pages now
     ... new tokens are appended to `output`; scheduler.finish for those that are done ...
 
-Running sequences in order, then waiting ones in order, are always all sequences by arrival: only
-the first of the waiting is admitted and only the last of the running is sent back. So nobody
-overtakes, the oldest always advances, and whatever happens behind it, it ends.
+First come, first served: only the first of the waiting is admitted, and only the last of the
+running is preempted, so that running and then waiting sequences are always in order of arrival. No
+sequence overtakes another, the oldest always advances, and so every sequence ends.
 """
 
 from collections import deque
@@ -21,16 +21,16 @@ from billfish.engine.kv.pages import Pages
 
 @dataclass(eq=False)
 class Sequence:
-    """One text being written. The engine appends to `output`; the rest is the scheduler's."""
+    """One sequence. The engine appends to `output`; the rest is the scheduler's."""
 
-    name: str  # unique among those present
+    name: str  # unique among running and waiting ones
     prompt: list[int]
-    most: int  # tokens it may have in all, prompt and output; it never has more
+    most: int  # tokens it may have, prompt and output together
     output: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)  # in order of the text
-    computed: int = 0  # tokens whose K and V lie in pages
+    pages: list[int] = field(default_factory=list)  # its page table
+    computed: int = 0  # tokens whose K and V are in pages
     cached: int = 0  # tokens found in the prefix cache when first admitted
-    preempted: int = 0  # times it lost its pages
+    preempted: int = 0  # how often
     salt: int = 0  # only sequences of equal salt share pages
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """A copy of all of them; `part` copies only what is needed."""
+        """A copy of all; `part` copies only what is needed."""
         return self.prompt + self.output
 
     def part(self, start: int, stop: int) -> list[int]:
@@ -49,12 +49,12 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, start + count) of one sequence in a step."""
+    """Tokens [start, start + count) of one sequence in a step: a decode, or a prefill chunk."""
 
     sequence: Sequence
     start: int
     count: int
-    samples: bool  # the last of them yields the next token
+    samples: bool  # the logits of its last token yield the next one
 
 
 class Scheduler:
@@ -67,32 +67,32 @@ class Scheduler:
                 "sequence, and a token for each, or a running one might have to wait"
             )
         self.pages, self.budget, self.most_sequences = pages, budget, most_sequences
-        # Pages that are held already (say, one to pad batches with) are not coming back.
+        # Pages that are already held (say, one to pad batches with) stay so.
         self._most_pages = pages.free()
         self._present: dict[str, Sequence] = {}  # running and waiting
         self._running: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        # The first of the waiting did not fit, and nothing has happened since that could help. Its
-        # prefix is not looked up again until then: 10 ms for 32k tokens in cached pages of 16.
+        # The first of the waiting did not fit, and nothing has changed since. Its prefix is not
+        # looked up again until then: that takes 10 ms for 32k tokens in cached pages of 16.
         self._stuck = False
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Those that hold pages, by arrival."""
+        """Sequences that hold pages, by arrival."""
         return tuple(self._running.values())
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """Those that hold none, by arrival."""
+        """Sequences that hold none, by arrival."""
         return tuple(self._waiting)
 
     @property
     def admits(self) -> bool:
-        """Whether the next step might let somebody in."""
+        """Whether the next step may admit a sequence."""
         return bool(self._waiting) and not self._stuck and len(self._running) < self.most_sequences
 
     def add(self, sequence: Sequence) -> None:
-        """Put it behind all others. ValueError if it can never run to its end."""
+        """Appends it to the queue. ValueError if it can never run to its end."""
         name, most = sequence.name, sequence.most
         if name in self._present:
             raise ValueError(f"{name}: a sequence of that name is here already")
@@ -111,8 +111,8 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def cancel(self, name: str) -> bool:
-        """Forget it and free its pages at once, also while it runs: what the step under way still
-        writes to them comes before what any later step does. False if there is none."""
+        """Removes it and frees its pages at once, also while it runs: the step in flight writes to
+        them before any later step does. False if there is none."""
         sequence = self._present.get(name)
         if sequence is None:
             return False
@@ -120,7 +120,7 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence) -> None:
-        """It is done. Its pages go back and stay cached. Nothing happens if it left before."""
+        """Removes it; its pages are released and stay cached. No-op if it was removed before."""
         if self._present.get(sequence.name) is not sequence:
             return
         del self._present[sequence.name]
@@ -129,15 +129,15 @@ class Scheduler:
         self._strip(sequence)
 
     def step(self) -> list[Piece]:
-        """What to run now, with pages for it; [] if there is nothing to do."""
+        """What to run now, its pages allocated; [] if there is nothing to do."""
         plan: dict[Sequence, Piece] = {}
         budget = self.budget
-        # One token to go is a decode (or as cheap as one), and each of them gets it: there are at
-        # most most_sequences <= budget. sorted() is stable: within each kind by arrival.
+        # Decodes first (one token to compute), and all of them: there are at most most_sequences <=
+        # budget. sorted() is stable: within decodes and within prefills by arrival.
         for sequence in sorted(self._running.values(), key=lambda one: len(one) - one.computed > 1):
             assert len(sequence) <= sequence.most, f"{sequence.name} has {len(sequence)} tokens"
             count = min(len(sequence) - sequence.computed, budget)
-            # Not there any more: it has just made room for another.
+            # It may just have been preempted for another.
             if count <= 0 or sequence.name not in self._running:
                 continue
             if self._make_room(sequence, sequence.computed + count, plan):
@@ -153,9 +153,9 @@ class Scheduler:
         return list(plan.values())
 
     def ran(self, pieces: Iterable[Piece]) -> None:
-        """The pieces of the last step are computed. To be called before tokens are appended.
+        """The pieces of the last step are computed. Call it before tokens are appended.
 
-        Sequences that have left in the meantime are passed over.
+        Sequences that were removed in the meantime are skipped.
         """
         for piece in pieces:
             sequence = piece.sequence
@@ -172,14 +172,14 @@ class Scheduler:
                     sequence.salt,
                     after=sequence.pages[start - 1] if start else None,
                 )
-            # A prompt may be what the first of the waiting begins with. So may a text just written,
-            # but hardly ever, and with many sequences one of them fills a page in every step.
+            # The first of the waiting may share this prompt as its prefix. It may share an output,
+            # too, but rarely, and with many sequences one of them fills a page in every step.
             if piece.start < len(sequence.prompt):
                 self._stuck = False
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: dict[Sequence, Piece]) -> bool:
-        """Pages for so many tokens of a running sequence. While there are too few the last to
-        arrive is preempted, at worst this one itself: False."""
+        """Allocates pages for so many tokens of a running sequence. While there are too few, the
+        last to arrive is preempted; False if that was this one."""
         while (missing := self._pages_for(tokens) - len(sequence.pages)) > 0:
             taken = self.pages.take(missing)
             if taken is not None:
@@ -189,18 +189,18 @@ class Scheduler:
             last.preempted += 1
             self._strip(last)
             self._waiting.appendleft(last)
-            # Planned already only if it decodes and this one has more to go than a token.
+            # It is in the plan only if it decodes and this one is a prefill.
             plan.pop(last, None)
             if last is sequence:
                 return False
         return True
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Let the first of the waiting run, if pages are free for all its tokens. To admit it for
-        its first chunk alone would be to preempt it in the next.
+        """Admits the first of the waiting if pages are free for all its tokens: admitted for its
+        first chunk alone, it would be preempted in the next step.
 
-        Those that run have pages for all of theirs: while one of them has not, it is given all that
-        is left of the budget, and nobody is admitted.
+        Running sequences have pages for all their tokens here: while a prefill is incomplete, it
+        takes all that is left of the budget, and none is admitted.
         """
         found = self.pages.find(sequence.tokens, sequence.salt)
         if self._pages_for(len(sequence)) - len(found) > self.pages.free():
@@ -217,9 +217,9 @@ class Scheduler:
         return True
 
     def _strip(self, sequence: Sequence) -> None:
-        """Take its pages away; others may fit now."""
+        """Releases its pages; another sequence may fit now."""
         self.pages.release(sequence.pages)
-        # A new list: the old one may be the page table of the step under way.
+        # A new list: the old one may be the page table of the step in flight.
         sequence.pages = []
         sequence.computed = 0
         self._stuck = False
@@ -229,6 +229,6 @@ class Scheduler:
 
 
 def _piece(sequence: Sequence, count: int) -> Piece:
-    """The next `count` tokens. A text that has all it may have is computed, but not continued."""
+    """The next `count` tokens. A sequence at its maximum length does not sample."""
     length, start = len(sequence), sequence.computed
     return Piece(sequence, start, count, start + count == length < sequence.most)

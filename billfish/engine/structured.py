@@ -1,9 +1,9 @@
-"""Structured outputs: texts that must match a JSON schema, a regex, a choice or a grammar.
+"""Structured outputs: completions that must match a JSON schema, a regex, a choice or a grammar.
 
     SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
 
-llguidance says which tokens may come next; sampling.py bars the others. End tokens may come where
-the grammar may end, and a text ends by itself where nothing else can follow.
+llguidance computes which tokens may come next; sampling.py masks the others. End tokens are allowed
+where the grammar may end, and a completion ends by itself where nothing else can follow.
 """
 
 import json
@@ -26,15 +26,15 @@ from billfish.errors import UserError
 LARGEST = 128 * 1024  # characters of a grammar
 MOST_CHOICES = 1000
 KEPT = 32  # compiled grammars
-# Between JSON's items at most one space: of models that may write any number some never end. A
-# schema's own "x-guidance" decides otherwise.
+# At most one space between JSON's items: some models never stop writing spaces. A schema's own
+# "x-guidance" overrides it.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 PROGRAM = Path(__file__).with_name("grammar.py")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One of these; names are vLLM's."""
+    """Exactly one is given; names are vLLM's."""
 
     json: str | dict[str, Any] | bool | None = None  # a schema
     regex: str | None = None
@@ -83,7 +83,7 @@ class StructuredOutputsParams:
 
 
 class Matcher:
-    """Where one text is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, inner: Any, eos: int, ends: NDArray[np.int64]) -> None:
         self._inner, self._eos, self._ends = inner, eos, ends
@@ -92,7 +92,7 @@ class Matcher:
         return Matcher(self._inner.deep_copy(), self._eos, self._ends)
 
     def mask(self) -> NDArray[np.uint8]:
-        """The tokens that may come next, a bit each; none after an error."""
+        """Tokens that may come next, a bit each; none after an error."""
         bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8).copy()
         if self._inner.is_error():
             return np.zeros_like(bits)
@@ -117,8 +117,8 @@ class Matcher:
 
 
 class Matchers:
-    """Compiles for one tokenizer. The library is imported, and learns its tokens, when it is first
-    needed: that takes a second."""
+    """Compiles grammars for one tokenizer. llguidance is imported when first needed, which takes
+    a second."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
@@ -129,15 +129,15 @@ class Matchers:
         self._closed = False
 
     def known(self, wanted: StructuredOutputsParams) -> Matcher | None:
-        """If it was compiled not long ago."""
+        """From the cache of compiled grammars."""
         with self._lock:
             if (found := self._known.get((wanted.kind, wanted.text))) is not None:
                 self._known.move_to_end((wanted.kind, wanted.text))
             return found
 
     def compile(self, wanted: StructuredOutputsParams, tried: bool = False) -> Matcher:
-        """UserError with the library's reason. `tried`: in a process that may die of it first, as
-        befits grammars of strangers."""
+        """UserError with llguidance's reason. `tried`: first in a process of its own, which a
+        hostile grammar may crash."""
         if (found := self.known(wanted)) is not None:
             return found
         if find_spec("llguidance") is None:
@@ -186,7 +186,7 @@ class Matchers:
         return {"tokenizer": plain.to_str(), "n_vocab": size, "eos_token": eos}
 
     def _try(self, kind: str, text: str) -> str:
-        """In the other process, which lives until a grammar ends it."""
+        """In the other process, which lives until a grammar crashes it."""
         if self._trial is None and not self._closed:
             self._trial = subprocess.Popen(
                 [sys.executable, "-P", str(PROGRAM)],
@@ -225,4 +225,4 @@ def _tell(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
         process.stdin.write(json.dumps(line) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it has died, which its answer shows
+        pass  # it has died: its answer will be empty

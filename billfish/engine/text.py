@@ -1,24 +1,24 @@
 """Token ids to text while a sequence grows: whole characters only, and nothing of a stop string.
 
-Knows the tokenizer's `decode` and nothing of how it works inside: pieces of words, bytes and signs
-for spaces all come out of decoding a few tokens before the new one with it.
+Uses the tokenizer's `decode` alone: subwords, byte tokens and markers of spaces all come out right
+if a few tokens before the new one are decoded with it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-HALF = "\ufffd"  # what decoders print for bytes that are no character, or not yet
+HALF = "\ufffd"  # what decoders print for bytes that are not (yet) a character
 # A decoder with byte fallback (Llama 2) prints one for each byte of a run that is not valid as a
 # whole: 4 bytes of the last character, already shown, and 3 of the next.
 HELD = 8
-CONTEXT = 8  # prompt tokens before the first new one; 1 would do, were it never an empty one
+CONTEXT = 8  # prompt tokens before the first new one; 1 would do if none decoded to nothing
 LONG = 128  # tokens without a whole character at their end; see _shorten
 
 
 class Detokenizer:
-    """Text of one sequence as its tokens come; all pieces together are the decoded sequence.
+    """Incremental text of one sequence; the concatenation is the decoded sequence.
 
-    Keeps the tokens of the last whole piece and of all that follows, and decodes these alone: what
+    Keeps a window, the tokens since the last but one whole character, and decodes it alone: what
     the decoder does to a first token (dropping its space) then falls on text already shown. With a
     prompt the text is what follows the prompt's, so a first space is kept, as in vLLM; without one
     it is `tokenizer.decode(tokens)`. Spaces before full stops are left as the model wrote them.
@@ -28,7 +28,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._size = len(tokenizer)  # logits may be wider than the vocabulary
         added = tokenizer.added_tokens_decoder
-        # Never in the window: a thousand of them would make it long and leave it without context.
+        # Not in the window: a thousand of them would make it long and leave it without context.
         self._silent = {i for i, token in added.items() if token.special} if skip_special else set()
         tail = prompt[-8 * CONTEXT :]
         self._window = [token for token in tail if not self._is_silent(token)][-CONTEXT:]
@@ -72,8 +72,8 @@ class Detokenizer:
         return text
 
     def _settle_prompt(self, certain: str) -> None:
-        """A prompt of token ids may end inside a character, which then belongs to the output; or
-        its text ends with a replacement character of its own, which does not."""
+        """A prompt of token ids may end within a character, which then belongs to the output; or
+        its text ends with a literal replacement character, which does not."""
         if self._prompt is None or len(certain) <= len(whole := self._prompt.rstrip(HALF)):
             return
         if not certain.startswith(self._prompt):
@@ -81,10 +81,10 @@ class Detokenizer:
         self._prompt = None
 
     def _shorten(self, text: str) -> None:
-        """Bytes that never become a character must not make every step longer than the last.
+        """Keeps the window bounded while bytes never become a character.
 
-        UTF-8 finds its way within 3 bytes wherever one starts, so half of the window ends in the
-        same text. Where it does not, the window stays.
+        UTF-8 resynchronises within 3 bytes, so half of the window decodes to the same end. Where it
+        does not, the window stays.
         """
         window, self._window = self._window, self._window[-LONG // 2 :]
         short = self._decode()
@@ -98,8 +98,8 @@ class Detokenizer:
 class StopFinder:
     """Holds back text that may be the beginning of a stop string.
 
-    The stop string that is complete first counts, and of several that end together the longest; so
-    the result does not depend on how the text is cut into pieces.
+    The stop string that is complete first counts, and of several that end together the longest, so
+    that the result does not depend on how the text arrives.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
@@ -128,6 +128,6 @@ class StopFinder:
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`, but not all of it."""
+    """Length of the longest end of `text` that is a proper prefix of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -5,8 +5,7 @@ is half i % 2 of its 32-bit register i // 2 (A: 4 registers, B: 2); in C and D, 
 
     lane = 4 * quad + pair      a lane owns two neighbours, a quad of lanes owns a row of eight
 
-PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type". Plain functions: no tensors
-and no words here.
+PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
 """
 
 LANES = 32

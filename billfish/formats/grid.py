@@ -3,10 +3,9 @@ columns.
 
     weight = (code - zero) * scale        code and zero in [0, 2^bits)
 
-Symmetric means zero = 2^(bits-1) everywhere, and is not stored. Knows nothing of words, files or
-how a good scale is found (that is solvers/clip.py); a scale is always rounded to the dtype it will
-be stored in before a code is computed from it, so that what a solver sees is what a kernel will
-use.
+Symmetric means zero = 2^(bits-1) everywhere, which is not stored. Knows nothing of packing, files
+or the search for a good scale (solvers/clip.py). A scale is rounded to the dtype it is stored in
+before codes are computed from it, so that solvers and kernels use the same scale.
 """
 
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ class Grid:
     ) -> tuple[Tensor, Tensor]:
         """Scale (fp32 holding values of `dtype`) and integer zero (fp32) that cover [low, high].
 
-        Symmetric: the grid reaches -2^(b-1) but only 2^(b-1) - 1 upwards; the scale is taken as
-        absmax / (2^(b-1) - 0.5), so that an extreme of either sign is off by half a step at most.
+        Symmetric: the grid spans -2^(b-1) to 2^(b-1) - 1; the scale is absmax / (2^(b-1) - 0.5), so
+        that an extreme of either sign is off by half a step at most.
         """
         low, high = low.clamp(max=0.0), high.clamp(min=0.0)
         if self.symmetric:
@@ -70,7 +69,7 @@ class Grid:
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """decode(encode(weight)) in one go, for searches that try many scales."""
         steps = (weight / scale).round_()
-        if self.symmetric:  # bounds that are numbers: clamping takes a third of the time
+        if self.symmetric:  # scalar bounds: clamping takes a third of the time
             return steps.clamp_(-self.middle, self.middle - 1).mul_(scale)
         return steps.clamp_(-zero, self.levels - 1 - zero).mul_(scale)
 

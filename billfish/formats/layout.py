@@ -1,9 +1,9 @@
 """Codes <-> words: where every bit of every code lies, as data.
 
-A layout cuts the (n, k) code matrix into tiles, puts a tile's codes in `order` into one
-little-endian bit stream of 32-bit words, and lays the tiles' words out as a matrix. Packing and
-unpacking read the same table, so each layout has its inverse by construction. It does not know what
-a code means.
+A layout splits the (n, k) code matrix into tiles, packs a tile's codes in `order` into one
+little-endian bit stream of 32-bit words, and arranges the tiles' words as a matrix. Packing and
+unpacking read the same table, so that they are inverse by construction. It does not know what a
+code means.
 
     placement "n kw"   row = n tile,  column = (k tile, word)   compressed-tensors weight_packed
               "kw n"   row = (k tile, word),  column = n tile   GPTQ qweight
@@ -47,7 +47,7 @@ class Layout:
     def shape(self, n: int, k: int) -> tuple[int, int]:
         """Shape of the word matrix of an (n, k) code matrix.
 
-        Padded up to whole tiles; where a tile is a plain run of codes, only up to a whole word.
+        Padded to whole tiles; where a tile is a plain run of codes, only to a whole word.
         """
         rows, columns = self._padded_shape(n, k)
         if self.order is None and 1 in self.tile:
@@ -188,7 +188,7 @@ def marlin_scale_order(grouped: bool) -> tuple[int, ...]:
     """Stored position -> column in each run of 64 (grouped) or 32 (per-channel) columns of `s`.
 
     Grouped scales multiply B fragments: a quad's eight columns, one of each n8 block, lie together.
-    Per-channel scales multiply C fragments at the end: a lane's pairs of four n8 blocks do.
+    Per-channel scales multiply C fragments in the epilogue: a lane's pairs of four n8 blocks do.
     """
     if grouped:
         quads = range(0, fragment.LANES, 4)  # every lane of a quad has the same column

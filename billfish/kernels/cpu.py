@@ -1,7 +1,7 @@
-"""The processor kernels are compiled for: how wide its vectors are, how it multiplies bytes, and
-its threads, which are those of PyTorch.
+"""The CPU that kernels are compiled for: its vector width, its dot-product instruction, and its
+threads, which are PyTorch's.
 
-BILLFISH_CPU_ISA names less than the processor has, to see what a smaller one would do.
+BILLFISH_CPU_ISA selects a smaller instruction set than the CPU has, to test or time it.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ class Isa:
     name: str
     needs: frozenset[str]  # features, by LLVM's names
     lanes: int  # 32-bit numbers in a vector
-    rows: tuple[int, ...]  # rows of x in a tile of two vectors of outputs, as registers allow
+    rows: tuple[int, ...]  # rows of x in a register tile of two vectors of outputs
     dot: Literal["vnni", "pairs", "neon", "plain"]  # the instruction, see kernels/llvm.py
     matrices: bool = False  # AMX: 16 rows by 16 outputs by 32 inputs of bf16 at once
 
@@ -47,18 +47,18 @@ ISAS = {each.name: each for each in _ALL}  # fastest first
 
 @cache
 def features() -> frozenset[str]:
-    """Of this processor, by LLVM's names, as far as the system lets a process use them."""
+    """Features of this CPU, by LLVM's names, as far as the system lets a process use them."""
     import llvmlite.binding as llvm  # 0.1 s, and a GPU needs none of it
 
     found = llvm.get_host_cpu_features()
     names = {name for name in found if found[name]}
-    if platform.machine().lower() in ("aarch64", "arm64"):  # of which LLVM asks for less
+    if platform.machine().lower() in ("aarch64", "arm64"):  # LLVM does not detect sdot there
         told = CPUINFO.read_text() if CPUINFO.is_file() else ""
         if platform.system() == "Darwin" or re.search(
             r"^Features.*\basimddp\b", told, re.MULTILINE
         ):
             names.add("dotprod")
-    # The registers of AMX have to be asked for; the answer is for all threads.
+    # The kernel grants AMX's tile registers on request, for all threads of the process.
     if "amx-tile" in names and not torch.cpu._init_amx():
         names -= {name for name in names if name.startswith("amx")}
     return frozenset(names)
@@ -66,7 +66,7 @@ def features() -> frozenset[str]:
 
 @cache
 def isa() -> Isa:
-    """The first that this processor has, or the one that BILLFISH_CPU_ISA names."""
+    """The fastest that this CPU has, or the one that BILLFISH_CPU_ISA names."""
     here = [each for each in _ALL if each.needs <= features()]
     named = os.environ.get(VARIABLE)
     if not named:
@@ -85,8 +85,8 @@ def isa() -> Isa:
 
 @cache
 def openmp() -> dict[str, int] | None:
-    """Addresses in the OpenMP that PyTorch itself has loaded: a second one, with threads of its
-    own, would wait for cores that the first one's spin on."""
+    """Addresses of functions in the OpenMP runtime that PyTorch has loaded: a second runtime would
+    have threads of its own, which wait for cores that the first one's threads spin on."""
     library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     if library is None:
         return None

@@ -1,7 +1,7 @@
-"""What a GPU is: its architecture, its SMs, its memories. The only file that asks the GPU.
+"""Properties of a GPU: architecture, SMs, memory sizes. The only file that queries the GPU.
 
-Numbers that kernels are tuned by come from here as one frozen value, so that a choice of tile is a
-pure function that can be tested without a GPU.
+They are one frozen value, so that the choice of a tile configuration is a pure function that can
+be tested without a GPU.
 """
 
 import re
@@ -13,7 +13,7 @@ import torch
 
 from billfish.errors import UserError
 
-HOPPER = (9, 0)  # compute capability: what sm_90a runs on, and no later GPU does
+HOPPER = (9, 0)  # compute capability; code for sm_90a runs on no other
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,19 @@ class Gpu:
     name: str
     arch: str  # as NVRTC calls it: sm_90a
     sms: int
-    smem_per_block: int  # bytes, the most that a kernel can ask for (opt-in): 227 KB on Hopper
+    smem_per_block: int  # bytes, the opt-in maximum: 227 KB on Hopper
     smem_per_sm: int
     l2_bytes: int
 
 
 def arch_of(major: int, minor: int) -> str:
-    """From Hopper on with an 'a': wgmma and its successors are in the architecture's own set only,
-    and a cubin compiled at run time has no other GPU to run on."""
+    """From Hopper on with an 'a' (architecture-specific): wgmma and its successors need it, and a
+    cubin compiled at run time need not run on another GPU."""
     return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
 
 
 def capability(arch: str) -> tuple[int, int]:
-    """Of an architecture's name: sm_90a is (9, 0), sm_100f (10, 0)."""
+    """Compute capability of an architecture: sm_90a is (9, 0), sm_100f is (10, 0)."""
     found = re.fullmatch(r"sm_(\d+)(\d)[af]?", arch)
     if not found:
         raise UserError(f"architecture {arch!r}: is named as NVRTC does, such as sm_90a.")
@@ -42,7 +42,7 @@ def capability(arch: str) -> tuple[int, int]:
 
 
 def index_of(device: torch.device | int | None) -> int:
-    """The ordinal; None and a device without one mean torch's current device."""
+    """The ordinal; None and a device without an index mean torch's current device."""
     if isinstance(device, int):
         return device
     if device is not None and device.type != "cuda":
@@ -72,7 +72,7 @@ def _gpu(index: int) -> Gpu:
     )
 
 
-# What torch calls it -> what the driver does. torch names these three only in some versions.
+# torch's name -> the driver's. Not every version of torch has these three.
 DRIVER_NAMES = {
     "shared_memory_per_block_optin": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "shared_memory_per_multiprocessor": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",

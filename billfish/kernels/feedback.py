@@ -1,9 +1,9 @@
 """Rounding with error feedback inside a block of columns: the loop at the heart of GPTQ.
 
-Each column is rounded to its grid, and the columns behind it take up its error. A step is a few
-numbers a row, so whoever starts each of its operations from Python waits for Python: on a CPU the
-loop is one kernel (rows in lanes, a block of columns in L1; it makes GPTQ's solver five times as
-fast), on a GPU a CUDA graph. Other devices run the operations themselves.
+Each column is rounded to its grid, and its error is added to the later columns. A step is a few
+numbers a row, less than Python's overhead for starting it: on a CPU the loop is one kernel (rows in
+vector lanes, a block of columns in L1; it makes GPTQ's solver five times as fast), on a GPU a CUDA
+graph. Other devices run torch's operations one by one.
 """
 
 import threading
@@ -20,10 +20,10 @@ _compiling = threading.Lock()
 
 
 def round_columns(
-    block: Tensor,  # (columns, n) fp32, a row of the weight in a column; not kept
+    block: Tensor,  # (columns, n) fp32, the weight transposed; overwritten
     steps: Tensor,  # (columns, n) fp32: the scale of each weight
     origins: Tensor,  # (columns, n) fp32: its zero point
-    spread: Tensor,  # (columns, columns) fp32, upper triangular: how errors spread
+    spread: Tensor,  # (columns, columns) fp32, upper triangular: error feedback
     levels: int,  # codes are 0 to levels - 1
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors, each (columns, n) fp32."""
@@ -47,7 +47,7 @@ def one_by_one(
 
 
 class _Graph:
-    """The loop for one shape, recorded once. What it gives is overwritten by its next run."""
+    """The loop for one shape, captured once. The next run overwrites its result."""
 
     def __init__(self, columns: int, n: int, levels: int, device: torch.device) -> None:
         given = [torch.ones(columns, size, device=device) for size in (n, n, n, columns)]
@@ -55,7 +55,7 @@ class _Graph:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            one_by_one(*self.given, levels)  # whatever is set up at first use
+            one_by_one(*self.given, levels)  # warm-up
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

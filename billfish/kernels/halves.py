@@ -1,5 +1,5 @@
-"""Dense weights of 16 bits by x of fp32, for processors that multiply in fp32: half the memory to
-read, and the numbers of fp32, which has all of bf16 and fp16.
+"""Products of x in fp32 and dense 16-bit weights, for CPUs that multiply in fp32: half the memory
+traffic of fp32 weights and the same results, since fp32 represents every bf16 and fp16 number.
 """
 
 import threading
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from billfish.kernels.cpu import isa, threads
 
-ROWS, OUTPUTS = 4, 4  # of a tile: 16 sums in registers, 8 loads for 16 products
+ROWS, OUTPUTS = 4, 4  # of a register tile: 16 sums, 8 loads for 16 products
 _compiling = threading.Lock()
 
 

@@ -1,8 +1,8 @@
 """A compiled kernel on a GPU, launched on torch's current stream.
 
 `Kernel(program)` costs nothing; `load` compiles, or takes the cubin from the cache, once a device;
-`launch` is what runs per call, and in between nothing is looked up twice. Knows pointers and
-numbers, not tensors: the caller keeps what it points to alive and on this device.
+`launch` runs per call and looks nothing up twice. Knows pointers and numbers, not tensors: the
+caller keeps the memory alive and on this device.
 """
 
 import threading
@@ -19,19 +19,19 @@ from billfish.kernels.device import Gpu, gpu
 
 Grid = int | tuple[int, ...]
 
-PORTABLE_CLUSTER = 8  # blocks; 16 on Hopper must be allowed by the kernel
-FREE_SMEM = 48 * 1024  # dynamic bytes that need no permission
-MOST_CONFIGS = 4096  # prefill has a grid for every number of tokens; a config is about 200 bytes
-LEGACY_STREAM = 1  # CU_STREAM_LEGACY: what torch's handle 0 means, under a name that is never null
+PORTABLE_CLUSTER = 8  # blocks; for 16 on Hopper an attribute must be set
+FREE_SMEM = 48 * 1024  # dynamic bytes that need no attribute
+MOST_CONFIGS = 4096  # prefill has a grid for every number of tokens; a config has about 200 bytes
+LEGACY_STREAM = 1  # CU_STREAM_LEGACY: torch's handle 0, as a handle that is not null
 
-# Process-wide and not an argument: a benchmark turns it off around a whole model, whose layers it
-# does not call itself. Read when a launch is made, so a captured graph keeps what it was made with.
+# Process-wide, not an argument: a benchmark turns it off around a whole model, whose layers it does
+# not call itself. Read at each launch, so a captured graph keeps the setting of its capture.
 _dependent_launches = True
 
 
 @contextmanager
 def plain_launches() -> Iterator[None]:
-    """Without programmatic dependent launch: kernels run one after the other, for benchmarks."""
+    """Without programmatic dependent launch: kernels do not overlap. For benchmarks."""
     global _dependent_launches
     before, _dependent_launches = _dependent_launches, False
     try:
@@ -49,7 +49,7 @@ class Attributes:
 
 
 class LoadError(UserError):
-    """The driver refuses compiled code; as a rule it is older than the compiler."""
+    """The driver rejects a cubin; usually it is older than the compiler."""
 
 
 class Kernel:
@@ -82,7 +82,7 @@ class Kernel:
 
 
 class Loaded:
-    """A kernel in the memory of one GPU."""
+    """A kernel loaded on one GPU."""
 
     def __init__(self, cubin: jit.Cubin, gpu: Gpu, name: str) -> None:
         self.cubin, self.gpu, self.name = cubin, gpu, name
@@ -103,19 +103,19 @@ class Loaded:
                 self._code = code = core.ObjectCode.from_cubin(cubin.code, name=name)
                 self._kernel = code.get_kernel(cubin.symbol)
                 self._handle = driver.CUkernel(int(self._kernel.handle))
-                # Loading is lazy by default, and a first launch inside a capture would break it.
+                # Modules load lazily by default, and loading inside a graph capture fails.
                 function = self._ask(driver.cuKernelGetFunction(self._handle))
                 self._ask(driver.cuFuncLoad(function))
             except Exception as error:  # cuda.core and the driver have exceptions of their own
                 raise LoadError(_not_loadable(name, gpu, str(error))) from error
             self.attributes = self._read_attributes()
-            # The whole of it, once: a permission, not a reservation. What a launch asks for decides
+            # The maximum, once: it permits and does not reserve. What a launch asks for decides
             # how many blocks fit on an SM.
             self.most_smem = gpu.smem_per_block - self.attributes.smem_bytes
             if self.most_smem > FREE_SMEM:
                 self._allow("MAX_DYNAMIC_SHARED_SIZE_BYTES", self.most_smem)
-            # All of an SM's memory as shared memory, for every kernel: one that preferred another
-            # split would have to wait until the SM is empty.
+            # The largest shared-memory carveout for every kernel: one with another carveout would
+            # have to wait until the SM is empty.
             self._allow("PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
 
     def launch(
@@ -125,7 +125,7 @@ class Loaded:
         args: tuple[Any, ...],
         smem: int = 0,  # dynamic bytes
         cluster: int = 1,  # blocks along x
-        pdl: bool = False,  # the kernel waits by itself for the one before (griddepcontrol)
+        pdl: bool = False,  # the kernel itself waits for the previous one (griddepcontrol.wait)
     ) -> None:
         """On torch's current stream of the kernel's device, which need not be torch's current one.
 
@@ -158,11 +158,11 @@ class Loaded:
             return int(self._kernel.occupancy.max_active_clusters(config, stream=stream))
 
     def _enter_context(self) -> bool:
-        """True if this thread had no CUDA context; now it has the one that torch uses.
+        """True if this thread had no CUDA context; now it has torch's.
 
-        A thread gets it by its first call of the CUDA runtime, and one that takes its memory from
-        torch's cache may come here before. Asking for every launch would cost; failing once a
-        thread does not.
+        A thread gets one by its first call of the CUDA runtime, and a thread that takes all memory
+        from torch's cache may launch before. Checking at every launch would cost time; failing once
+        a thread does not.
         """
         if int(self._ask(self._driver.cuCtxGetCurrent())):
             return False
@@ -217,14 +217,14 @@ class Loaded:
 
 
 def in_clusters(grid: Grid, cluster: int) -> tuple[int, ...]:
-    """Blocks -> what cuda.core counts: clusters along x where there are any."""
+    """A grid in blocks -> cuda.core's, which counts clusters along x."""
     x, *others = (grid,) if isinstance(grid, int) else grid
     if x % cluster:
         raise ValueError(f"a grid of {x} blocks is not whole clusters of {cluster}")
     return (x // cluster, *others)
 
 
-# torch never destroys a stream of its own, so a handle means one stream for the process's life.
+# torch never destroys its streams, so a handle means the same stream for the process's life.
 _streams: dict[int, Any] = {}
 
 

@@ -1,9 +1,9 @@
-"""Kernels of a CPU: Python functions that write LLVM's code, compiled when they are first needed.
+"""CPU kernels: Python functions that emit LLVM IR, compiled when they are first needed.
 
-What NVRTC is to the GPU, llvmlite is to the CPU: a package from the index, no compiler on the
-machine, machine code for exactly this processor. A `Writer` writes one function. Its `Value`s are
-numbers, or vectors of them, and know + - * / & << >>; `loop` and `when` are used in a `with`, and
-LLVM keeps a `Variable` in a register.
+llvmlite is to the CPU what NVRTC is to the GPU: a package, no compiler on the machine, and machine
+code for exactly this CPU. A `Writer` emits one function. Its `Value`s are scalars or vectors with
+the operators + - * / & << >>; `loop` and `when` are context managers, and LLVM keeps a `Variable`
+in a register.
 
     total = w.variable(w.constant(F32, 0.0))
     with w.loop(w.number(0), count) as i:
@@ -33,7 +33,7 @@ def vector(element: Any, lanes: int) -> Any:
 
 
 class Value:
-    """A number or a vector of numbers, all of one type."""
+    """A scalar or a vector, in SSA form."""
 
     def __init__(self, writer: "Writer", raw: Any) -> None:
         self.writer, self.raw, self.type = writer, raw, raw.type
@@ -113,7 +113,7 @@ class Writer:
         kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
         self.module, self.function = module, ir.Function(module, kind, name)
         entry, body = (self.function.append_basic_block(block) for block in ("entry", "body"))
-        ir.IRBuilder(entry).branch(body)  # in front of all loops: there variables are made
+        ir.IRBuilder(entry).branch(body)  # before all loops: variables are allocated there
         self.builder = ir.IRBuilder(body)
         self.arguments = [Value(self, argument) for argument in self.function.args]
 
@@ -129,7 +129,7 @@ class Writer:
         return self.constant(I64, value)
 
     def spread(self, value: Value, lanes: int, lane: int = 0) -> Value:
-        """One number, or one of a vector, in all lanes of a vector."""
+        """A scalar, or one lane of a vector, broadcast to all lanes."""
         raw = value.raw
         if not value.lanes:
             empty = ir.Constant(vector(value.type, lanes), ir.Undefined)
@@ -138,7 +138,7 @@ class Writer:
         return Value(self, self.builder.shuffle_vector(raw, raw, mask))
 
     def summed(self, value: Value) -> Value:
-        """Of all lanes, half by half."""
+        """The sum of all lanes, by halving."""
         while value.lanes > 1:
             half = value.lanes // 2
             parts = [
@@ -169,7 +169,7 @@ class Writer:
         self.builder.store(value.raw, self.pointer(address).raw, align=1)
 
     def prefetch(self, address: Value) -> None:
-        """Of memory that need not be there."""
+        """The address need not be mapped."""
         flags = [self.constant(I32, each) for each in (0, 3, 1)]  # to read, to keep, data
         self.intrinsic("llvm.prefetch.p0", ir.VoidType(), self.pointer(address), *flags)
 
@@ -182,7 +182,7 @@ class Writer:
         self.builder.call(function, [value.raw for value in values])
 
     def call_at(self, address: int, result: Any, *values: Any) -> Any:
-        """A function of C that is in this process."""
+        """A C function of this process, by its address."""
         kind = ir.FunctionType(result, [value.type for value in values])
         place = self.builder.inttoptr(ir.Constant(I64, address), kind.as_pointer())
         return self.builder.call(place, values)
@@ -216,14 +216,14 @@ class Writer:
 
 
 def load_floats(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Value:
-    """Numbers of any 16- or 32-bit type as fp32, which has them all."""
+    """Numbers of any 16- or 32-bit type, as fp32 (exact)."""
     raw = w.load(address, vector(_TYPES[dtype], lanes))
     if dtype == torch.bfloat16:
         return (raw.to(I32, signed=False) << 16).as_bits(vector(F32, lanes))
     return raw if dtype == torch.float32 else raw.to(F32)
 
 
-# -- products of bytes: (lanes) int32 + in each lane four products of a code and a signed byte
+# -- dot products of bytes: each int32 lane += four products of a code and a signed byte
 
 
 def _dot_vnni(w: Writer, total: Value, codes: Value, x: Value) -> Value:
@@ -265,7 +265,7 @@ def dot(isa: Isa, w: Writer, total: Value, codes: Value, x: Value) -> Value:
 
 
 def spread_words(isa: Isa, w: Writer, address: Value, count: int) -> list[Value]:
-    """32-bit words, each in all lanes. x86 spreads as it loads; NEON's product takes any lane."""
+    """32-bit words, each broadcast. x86 broadcasts on load; NEON's sdot takes any lane."""
     if isa.dot == "neon":
         words = w.load(address, vector(I32, count))
         return [w.spread(words, isa.lanes, i) for i in range(count)]
@@ -276,7 +276,7 @@ def spread_words(isa: Isa, w: Writer, address: Value, count: int) -> list[Value]
 
 
 class Team:
-    """For the function that every thread runs: who it is, of how many, and where all meet."""
+    """For the function that every thread runs: thread index, thread count and barrier."""
 
     def __init__(self, w: Writer) -> None:
         self.w, self.known = w, openmp()
@@ -287,7 +287,7 @@ class Team:
             self.index, self.count = (Value(w, each).to(I64) for each in (index, count))
 
     def share(self, count: Value) -> tuple[Value, Value]:
-        """[first, last) of this thread, of `count` pieces of work."""
+        """[first, last): this thread's share of `count` items."""
         return self.index * count // self.count, (self.index + 1) * count // self.count
 
     def meet(self) -> None:
@@ -323,7 +323,7 @@ def write_start(module: ir.Module, work: Any, arguments: int) -> None:
 
 
 class Compiled:
-    """The machine code of a module, its functions by name, and what it looks like."""
+    """The machine code of a module: its functions by name, and its assembly."""
 
     def __init__(self, module: ir.Module, triple: str, cpu: str, features: str) -> None:
         machine = llvm.Target.from_triple(triple).create_target_machine(
@@ -346,12 +346,12 @@ class Compiled:
             self._engine.finalize_object()
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
         made: Any = kind(self._engine.get_function_address(name))
-        made.code = self  # which must live as long
+        made.code = self  # keeps the machine code alive
         return made  # type: ignore[no-any-return]
 
 
 def compiled(module: ir.Module, isa: Isa) -> Compiled:
-    """For this processor, without wider vectors than the isa has."""
+    """For this CPU, without wider vectors than the isa has."""
     _initialize()
     off = [name for name in features() if name.startswith(("avx512", "avx10", "amx"))]
     off = off if isa.lanes < 16 else []

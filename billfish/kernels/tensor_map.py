@@ -1,17 +1,17 @@
-"""Tensor maps: what Hopper's copy engine must know of a matrix in memory; a kernel argument."""
+"""Tensor maps (CUtensorMap): descriptors of matrices for TMA, passed as kernel arguments."""
 
 import functools
 from typing import Any
 
-BOX_COLUMNS = 64  # of 16 bits: a line of 128 bytes, whose eight chunks are XORed with the row
+BOX_COLUMNS = 64  # of 16 bits: a line of 128 bytes, with the 128-byte swizzle
 
 
 @functools.lru_cache(4096)
 def of_rows(pointer: int, rows: int, columns: int, box_rows: int) -> Any:
-    """(rows, columns) 16-bit numbers on a multiple of 16 bytes, copied in boxes of 64 columns.
+    """(rows, columns) 16-bit numbers, aligned to 16 bytes, copied in boxes of 64 columns.
 
-    A map knows an address, not what lies there, and keeps nothing alive: torch's allocator hands
-    out the same addresses again and again, so most calls find theirs made.
+    A map holds an address and keeps nothing alive: torch's allocator returns the same addresses
+    again and again, so that most calls find theirs cached.
     """
     from cuda.core._tensor_map import TensorMapSwizzle
     from cuda.core.utils import StridedMemoryView

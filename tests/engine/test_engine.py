@@ -13,7 +13,7 @@ from tiny import write_checkpoint
 
 from billfish.engine import build, core, sampling
 from billfish.engine.llm import LLM
-from billfish.engine.sampling import SamplingParams, tell
+from billfish.engine.sampling import SamplingParams, logprobs_of
 from billfish.errors import UserError
 from billfish.models.load import load
 
@@ -394,18 +394,18 @@ def test_prompts_are_scored_with_their_rivals_and_not_continued(path):
         assert made.engine.idle and made.engine.pages.used() == 0
 
 
-@pytest.mark.parametrize("place", ["tell", "choose_tokens"])
+@pytest.mark.parametrize("place", ["logprobs_of", "choose_tokens"])
 def test_a_request_that_fails_in_a_step_fails_alone(place, llm, alone, monkeypatch):
     """Its prompt cannot be scored, or its token not be drawn."""
-    inner = tell
+    inner = logprobs_of
 
     def broken(raw, tokens, counts):
         if 7 in counts:
             raise RuntimeError("out of luck")
         return inner(raw, tokens, counts)
 
-    monkeypatch.setattr(core if place == "tell" else sampling, "tell", broken)
-    asked = {"prompt_logprobs": 7} if place == "tell" else {"logprobs": 7}
+    monkeypatch.setattr(core if place == "logprobs_of" else sampling, "logprobs_of", broken)
+    asked = {"prompt_logprobs": 7} if place == "logprobs_of" else {"logprobs": 7}
     wrong = SamplingParams(temperature=0, max_tokens=20, **asked)
     found = llm.generate([PROMPTS[0], "abc", PROMPTS[1]], [GREEDY, wrong, GREEDY])
     assert [found[0].outputs[0].text, found[2].outputs[0].text] == alone[:2]

@@ -415,7 +415,7 @@ def test_the_ends_of_every_range_stay_finite(asked):
     assert 0 < heat < INF and deepest > 0 and 0 < top_p <= 1
 
 
-@pytest.mark.parametrize("place", ["_edit", "_draw", "tell"])
+@pytest.mark.parametrize("place", ["_edit", "_draw", "logprobs_of"])
 def test_a_row_that_fails_fails_alone(place, monkeypatch):
     """Whatever step of sampling it is: its neighbours get what they would have had without it."""
     asked = [

@@ -1,47 +1,48 @@
-// attend: one new token of each sequence against its pages of 4, 8 or 16 bits, sm_90 (COMET 5).
+// attend: split-KV decode attention over pages of 4, 8 or 16 bits, sm_90 (COMET 5).
 //
-// An item is one chunk of a sequence's pages under one K head; the query heads that share it are
-// columns of the tensor cores' tile. A block takes one item after the other: a warp fetches, ahead
-// of all, and four warps take a tile of 16 tokens each of every page, with sums of their own.
+// An item is one chunk of a sequence's pages of one KV head; the query heads that share it are the
+// n of mma.m16n8k16. A block takes item after item: one producer warp fetches ahead, and four
+// consumer warps take a tile of 16 tokens each of every page, with accumulators of their own.
 //
 //     S^T (16 tokens x 8 heads) = K Q^T        K's codes are the A fragment as they lie in memory
-//     O^T (16 channels x 8 heads) += V^T P^T   V's, too; P^T is S^T turned in registers
+//     O^T (16 channels x 8 heads) += V^T P^T   V's, too; P^T is S^T transposed in registers
 //
-// Codes are multiplied raw (dequant.cuh). K's step and low meet the scores, V's step the weights
-// and V's low their sum: a code costs 0.6 instructions and no rounding.
+// Codes are multiplied raw (dequant.cuh). K's step and low are applied to the scores, V's step to
+// the softmax weights and V's low to their sum: a code costs 0.6 instructions and no rounding.
 //
-// Warps are added in order, and then chunks, by the block that finishes last: bits depend on where
-// chunks begin (engine/cut.py) and on nothing else. Nobody waits to hear whether it was the last:
-// that is looked at when the next item ends.
+// A block adds its warps' sums in order, and the block that finishes a sequence's last chunk adds
+// the chunks' in order: bits depend on where chunks begin (chunks.py) and on nothing else. A block
+// does not wait for the atomic that says whether it was the last: it reads the answer at the end of
+// its next item.
 //
-// A stage is 8 KB in every format: 64, 32 or 16 tokens, of which a slot is empty when 4, 2 or 1
-// warps have read it. Six for each of 3 blocks, or eight for each of 2, are four times what an SM
-// must have under way (34 KB per us). Pages of earlier steps are fetched before the kernel that
-// writes this step's token has ended (PDL).
+// A stage is 8 KB in every format: 64, 32 or 16 tokens, and its slot is empty once 4, 2 or 1 warps
+// have read it. Six stages for each of 3 blocks, or eight for each of 2, are four times the bytes
+// that must be in flight on an SM (34 KB per us). Pages of earlier steps are fetched before the
+// kernel that writes this step's token has ended (PDL).
 #pragma once
 
 #include "billfish/attend_stage.cuh"
 
 namespace billfish {
 
-// One chunk of a sequence, as engine/decode.py lists them; the same for all heads.
+// One chunk of a sequence, the same for all heads; tables.py writes them.
 struct Chunk {
     int sequence;
-    int table;  // where its pages are named
+    int table;  // index of its first entry in the page table
     int token;  // the first of its first page
     int pages, number, chunks;
-    int begin, length;  // tokens of the sequence that count: some of every page
+    int begin, length;  // tokens that are attended to: at least one of every page
 };
 
 #if __CUDA_ARCH__ >= 900
 
-// What the fetching warp knows of an item. The next one's row and names are asked for while this
-// one is under way: one after the other these are 2 us.
+// The producer warp's state of an item. The next item's row and page table entries are loaded while
+// this one is copied: the two dependent loads take 2 us.
 struct Work {
     Chunk chunk;
     int head;
-    u32 names;  // of 32 pages, one a lane
-    int known;  // which 32
+    u32 names;  // page numbers of 32 pages, one a lane
+    int known;  // which 32 pages
 
     BILLFISH_DEVICE void find(const Chunk* rows, int item, int items, int kv_heads) {
         if (item >= items) return;
@@ -58,9 +59,9 @@ struct Work {
     }
 };
 
-// What the others are told of it, behind its queries.
+// What the consumer warps need of it, in shared memory after its queries.
 struct Told {
-    u32 row, item, number, chunks;  // row: of q and out, in groups of heads
+    u32 row, item, number, chunks;  // row: of q and out, in units of query groups
     int token, pages;
     Span span;
     BILLFISH_DEVICE static void tell(u32 at, const Work& work, u32 item, int kv_heads) {
@@ -80,9 +81,9 @@ struct Told {
     }
 };
 
-// Parts of a sum, by the warps of a block or by the chunks of a sequence. Of each: (kDim / 2 rows,
-// pairs of heads) x (channels n and n + 8 of both), and for each pair the largest exponents and
-// weights. Pairs are as many as there are heads for: 1, 2 or 4.
+// Partial results, of the warps of a block or of the chunks of a sequence. Of each: (kDim / 2 rows,
+// pairs of heads) x (channels n and n + 8 of both), and for each pair the largest scores and the
+// sums of weights. There are 1, 2 or 4 pairs, as the group of heads needs.
 template <int kDim>
 struct WarpParts {
     u32 exchange, weight;
@@ -106,11 +107,11 @@ struct ChunkParts {
     }
 };
 
-// One thread's share of a sum of parts: 2 channels of 2 heads.
+// One thread's share of the combined result: 2 channels of 2 heads.
 struct Total {
     float most[2], weight[2], o[4];
 
-    // In order, several of them asked for at once: one by one each chunk takes 1 us.
+    // In order; kAtOnce are loaded together, since one by one each chunk takes 1 us.
     template <int kAtOnce, class Parts>
     BILLFISH_DEVICE void add(const Parts& parts, int count, int unit, int pair) {
         most[0] = most[1] = __uint_as_float(0xff800000u);
@@ -155,7 +156,7 @@ struct Total {
     }
 };
 
-// The fetching warp: everything that the others need, in the order in which they need it.
+// The producer warp: loads everything in the order in which the consumers use it.
 template <class F, int kDim>
 BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16* q,
                                  const int* table, const Chunk* rows, int items, int kv_heads,
@@ -186,7 +187,7 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
                 barrier_arrive_expect(barrier, Block::kBytes);
                 copy_bulk(to, record, R::kBytes, barrier, policy);
             } else if (token >= now.chunk.length || token + Block::kTokens <= now.chunk.begin) {
-                barrier_arrive(barrier);  // nothing in it counts
+                barrier_arrive(barrier);  // none of its tokens is attended to
             } else {
                 const unsigned char* part = record + within * Block::kV;
                 barrier_arrive_expect(barrier, Block::kBytes);
@@ -201,7 +202,7 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
         if (++slot == kStages) slot = 0, parity ^= 1;
     };
 
-    // All stages before the one with the newest token lay there before this step.
+    // All stages before the one with the newest token were written by earlier steps.
     int stage = 0;
     const int old = (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
     while (stage < min(min(old, now.chunk.pages * Block::kOfPage), kStages)) fetch(stage++);
@@ -221,14 +222,14 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
         const bool more = item + blocks < items;
         if (stage == all && more) ahead.name(table, 0);
         for (; stage < all; ++stage) {
-            if (stage + 1 == all && more) ahead.name(table, 0);  // before a wait that hides it
+            if (stage + 1 == all && more) ahead.name(table, 0);  // a wait hides it
             fetch(stage);
         }
         now = ahead, stage = 0;
     }
 }
 
-// The other four: take tiles, add up.
+// The four consumer warps: attention of tiles, then the reduction.
 template <class T, class F, int kDim>
 BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arrived, int items,
                                 int kv_heads, int group, float scale) {
@@ -243,10 +244,10 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
     const WarpParts<kDim> warps{smem + Block::kExchange, smem + Block::kWeights};
     int slot = warp / Block::kShare;
     u32 parity = 0, which = 0, item_parity = 0;
-    u32 before = ~0u;  // of thread 0: how many chunks had come before the last item's
+    u32 before = ~0u;  // in thread 0: chunks that were finished before the last item's
     bool owes = false;
 
-    // Whether the item before was its sequence's last to come, and then the sequence's result.
+    // If the previous item was the last chunk of its sequence to finish: combines the chunks.
     const auto ask = [&] {
         if (thread != 0) return;
         uint4 v = load_smem_16(owed);  // row, first item, chunks
@@ -346,8 +347,8 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
 #endif
 
 // `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim);
-// `head` says how many chunks there are and where in `table` they are listed; pages are named
-// there, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
+// `head` is the number of chunks and where in `table` their rows begin; `table` holds the page
+// table, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
 // and after.
 template <class T, class F, int kDim>
 __global__ void __launch_bounds__(kTakers * 32 + 32, (AttendBlock<F, kDim>::kBlocks))
@@ -361,8 +362,8 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     launch_dependents();
     const int items = head[0] * kv_heads;
     const Chunk* rows = reinterpret_cast<const Chunk*>(table + head[1]);
-    if (static_cast<int>(blockIdx.x) >= items) {  // its memory is the next kernel's, at once
-        // But somebody waits: whoever waits for this kernel counts on those before it.
+    if (static_cast<int>(blockIdx.x) >= items) {  // frees its slot for the next kernel
+        // One block waits all the same: a kernel that waits for this one relies on all before it.
         if (blockIdx.x == 0) dependency_wait();
         return;
     }

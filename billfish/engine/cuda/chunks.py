@@ -1,11 +1,11 @@
-"""Cut: how many chunks attention makes of each sequence's pages.
+"""Split-KV decode attention: into how many chunks each sequence's pages are split.
 
-Chunks fill the card when texts are few and long, and cost time when they are added up. How many
-are best depends on the whole batch, so a text's last bits do, as they do on the products' kernels;
-with `batch_invariant` they follow from its own length alone.
+Chunks fill the GPU when sequences are few and long, and cost time when they are combined. The best
+number depends on the whole batch, and so do the last bits of a sequence's result, as with the GEMM
+kernels; with `batch_invariant` it follows from the sequence's own length.
 
-The model is read off timings of 2026-11-15 (H200, 128 channels; docs/LOG.md); in the batches that
-were swept, 1 to 64 texts, it finds the quickest size or one within 16 % of its time.
+The time model is fitted to timings of 2026-11-15 (H200, head_dim 128; docs/LOG.md); in the batches
+that were swept, 1 to 64 sequences, it finds the fastest size or one within 16 % of its time.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int32]
-MOST = 32  # chunks of a sequence: more cost more to add than they save
+MOST = 32  # chunks of a sequence: more cost more to combine than they save
 EACH = 8  # pages of an invariant chunk
 BLOCKS = {"kv16": 2, "kv8": 3, "kv4": 3}  # of an SM, as in attend_stage.cuh: kBlocks
-# Microseconds that a block takes: for a page, alone on an SM and with as many as there can be; for
-# a chunk that is one of several, more the fewer pages it has; for adding them, and for each.
+# Microseconds of a block: for a page, alone on an SM and with the most blocks; for a chunk that is
+# one of several, more the fewer pages it has; for combining chunks, and for each of them.
 PAGE_ALONE = {"kv16": 1.77, "kv8": 1.1, "kv4": 0.6}
 PAGE_SHARED = {"kv16": 1.87, "kv8": 1.58, "kv4": 0.88}
 PART, PART_SHORT, ADD, ADD_EACH = 0.5, 12.0, 1.0, 0.3
@@ -33,18 +33,18 @@ class Chunking:
 
     @property
     def blocks(self) -> int:
-        """That the card runs at once."""
+        """That the GPU runs at once."""
         return self.sms * BLOCKS[self.kv]
 
     def chunks(self, pages: Numbers) -> Numbers:
-        """Of each sequence; 0 of one without pages."""
+        """How many of each sequence; 0 of one without pages."""
         if self.invariant:
             return np.minimum(-(-pages // EACH), MOST)
         most = int(pages.max(initial=1))
         sizes = np.unique(-(-most // np.arange(1, min(most, MOST) + 1, dtype=np.int32)))
         counts = -(-pages // sizes[:, None])
         all_chunks = counts.sum(1)
-        # A long text among many short ones: chunks of a whole text each are always allowed.
+        # Unsplit sequences are always allowed, also a long one among many short ones.
         allowed = all_chunks <= self.most_chunks(len(pages))
         allowed[-1] = True
         items = np.maximum(all_chunks, 1) * self.kv_heads
@@ -60,7 +60,7 @@ class Chunking:
         return found
 
     def most_chunks(self, sequences: int) -> int:
-        """All together: what tables and workspace have room for."""
+        """Of all sequences together: what tables and workspace have room for."""
         if self.invariant:
             return sequences * MOST
         return max(4 * self.blocks // self.kv_heads, sequences)

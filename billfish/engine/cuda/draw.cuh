@@ -1,14 +1,13 @@
-// draw: the next token of each row of logits by the rules of its text: the best one, or one drawn
-// by temperature, min_p, top_k and top_p as sampling.py does it, from the same number. So texts
-// that are sampled run ahead of the host, too (core.py).
+// draw: samples the next token of each row of logits by its sequence's rule: the argmax, or a draw
+// by temperature, min_p, top_k and top_p with sampling.py's result for the same random number. So
+// sampled sequences, too, decode ahead of the host (core.py).
 //
-// Weights are whole numbers, 2^40 times exp((x - best) / temperature): their sums are exact,
-// whoever adds them in whatever order, and the drawn token depends on the logits and the number
-// alone. Logits have 16 bits, so "the k best" and "the fewest that reach p" end at one of 65536
-// values: two histograms find it, of the upper 11 bits and of the lower 5. Among equals the lowest
-// ids stay.
+// Probabilities are unnormalised integers, 2^40 times exp((x - best) / temperature): their sums are
+// exact in any order, and the token depends on the logits and the random number alone. Logits have
+// 16 bits, so top_k and top_p end at one of 65536 values: two histograms find it, of the upper 11
+// bits and of the lower 5. Among equal logits the lowest ids are kept.
 //
-// Block: a row. Warp w has the w'th part of the tokens, a lane 8 of them at a time.
+// One block a row. Warp w has the w-th part of the tokens, a lane 8 of them at a time.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -17,19 +16,19 @@
 namespace billfish {
 
 constexpr int kDrawThreads = 1024, kDrawWarps = kDrawThreads / 32;
-constexpr int kBins = 2048, kValues = 32;  // of 16 bits
+constexpr int kBins = 2048, kValues = 32;  // of the histograms: 11 + 5 bits
 
 // As Chooser.rule writes it.
 struct Rule {
-    float heat;     // log2(e) / temperature; 0: the best one
+    float heat;     // log2(e) / temperature; 0: greedy
     float deepest;  // log2(1 / min_p)
     int top_k;      // 0: all
     float top_p;    // 1: all
-    u32 low, high;  // 52 bits of the text's own stream
+    u32 low, high;  // 52 bits of the sequence's own random stream
     int unused[2];
 };
 
-// Over lanes, rising: what the lanes before have, and all of them.
+// Prefix sum over lanes: of the lanes before this one, and of all.
 struct Before {
     u64 mine, all;
 };
@@ -47,7 +46,7 @@ BILLFISH_DEVICE Before sum_before(u64 v, int lane) {
     return {sum - v, shuffle_wide(sum, 31)};
 }
 
-// One row as everybody sees it.
+// One row of logits, as all threads of the block see it.
 template <class T>
 struct Row {
     const u16* logits;
@@ -56,7 +55,7 @@ struct Row {
     float best;
     Rule rule;
 
-    // Bits of 8 tokens from `at` on; behind the last one -inf.
+    // Bits of 8 tokens from `at` on; -inf past the last one.
     BILLFISH_DEVICE void load(u32 (&v)[8], int at) const {
         if (wide && at < width) {
             const uint4 four = *reinterpret_cast<const uint4*>(logits + at);
@@ -74,7 +73,7 @@ struct Row {
         if (!(depth <= rule.deepest) || depth > 40) return 0;  // NaN: never
         return static_cast<u64>(exp2_fast(-depth) * 1099511627776.0f);
     }
-    // 0 for the largest of all numbers, rising as they fall; both zeros are one.
+    // 0 for the largest of all 16-bit numbers, rising as they fall; -0 counts as 0.
     static BILLFISH_DEVICE u32 rank(u32 bits) {
         if (bits == 0x8000) bits = 0;
         return bits & 0x8000 ? bits : 0x7fff - bits;
@@ -94,14 +93,14 @@ struct Row {
     }
 };
 
-// Where the kept ones end: all of smaller ranks, and `equals` of this one.
+// Where top_k or top_p ends: all smaller ranks are kept, and `equals` tokens of this one.
 struct Last {
     u32 rank;
     u32 equals;
 };
 
 struct Found {
-    int bin;  // kBins: all are kept
+    int bin;  // kBins: all tokens are kept
     u64 count, mass;
 };
 
@@ -117,11 +116,11 @@ struct DrawRoom {
     Found found;
 };
 
-// A warp: the first bin in which tokens or weights reach `wanted`, and what came before it.
+// One warp: the first bin in which the count or the mass reaches `wanted`, and the sums before it.
 BILLFISH_DEVICE Found find_bin(const DrawRoom& room, int lane, bool tokens, u64 wanted) {
     constexpr int kEach = kBins / 32;
     u64 count = 0, mass = 0;
-    for (int i = 0; i < kEach; ++i) {  // each lane begins elsewhere: in a bank of its own
+    for (int i = 0; i < kEach; ++i) {  // staggered by lane: no bank conflicts
         const int bin = lane * kEach + (i + lane) % kEach;
         count += room.count[bin], mass += room.mass[bin];
     }
@@ -139,7 +138,7 @@ BILLFISH_DEVICE Found find_bin(const DrawRoom& room, int lane, bool tokens, u64 
     return found;
 }
 
-// All threads: Last for `wanted` tokens or weight, and the weight up to there.
+// All threads: Last for `wanted` tokens or mass, and the mass up to there.
 template <class T>
 BILLFISH_DEVICE void narrow(DrawRoom& room, const Row<T>& row, int lane, bool tokens, u64 wanted) {
     if (threadIdx.x < 32) {
@@ -192,7 +191,7 @@ draw(const u16* logits, const Rule* __restrict__ rules, u32* found, int width) {
     launch_dependents();
     dependency_wait();
 #endif
-    // The best one; a NaN counts as largest, so that it is seen.
+    // The argmax; a NaN counts as largest, so that it is reported.
     float best = __uint_as_float(0xff800000u);
     int at = 0x7fffffff;
     const auto take = [&](float v, int i) {
@@ -240,7 +239,7 @@ draw(const u16* logits, const Rule* __restrict__ rules, u32* found, int width) {
         }
     }
     __syncthreads();
-    // Weights of the kept ones, in the order of ids. Equals of the last: the lowest ids.
+    // Mass of the kept tokens, in the order of ids; of those equal to the last, the lowest ids.
     const Last last = room.last;
     const u64 each = last.equals > 0 ? row.weight(row.bits_of(last.rank)) : 0;
     u64 sum = 0;
@@ -265,7 +264,7 @@ draw(const u16* logits, const Rule* __restrict__ rules, u32* found, int width) {
     const u32 holds = ballot(sums.mine <= target && target < sums.mine + own);
     if (warp != 31 - __clz(holds)) return;
     target -= shuffle_wide(sums.mine, warp);
-    u32 left = shuffle(max(last.equals, ahead) - ahead, warp);  // equals that this warp may keep
+    u32 left = shuffle(max(last.equals, ahead) - ahead, warp);  // equal ones that this warp keeps
     for (int at = row.first + 8 * lane; at - 8 * lane < row.end; at += 256) {
         u32 v[8];
         u64 weights[8], mine = 0;

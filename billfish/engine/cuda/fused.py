@@ -1,8 +1,8 @@
-"""The kernels between a layer's products, one launch each: norm, SwiGLU, RoPE and store, gather.
+"""Launches of the fused kernels around a layer's GEMMs: embedding, norm, SwiGLU, RoPE + store,
+gather, sampling.
 
-small.cuh and store.cuh say what they compute. Everything is loaded by the constructor and nothing
-is allocated, so that all of it can be captured in a CUDA graph; the caller keeps tensors alive.
-What a kernel cannot do raises ValueError, and the caller takes torch's operators.
+The constructor loads every kernel, and no launch allocates, so that all can be captured in a CUDA
+graph; the caller keeps tensors alive. A shape that a kernel does not support raises ValueError.
 """
 
 import functools
@@ -21,26 +21,26 @@ from billfish.models.decoder import Shape
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
 CHUNK = 8  # numbers in 16 bytes
-# As in the kernels' text.
+# As in the .cuh files; tests/kernels/test_layouts.py compares.
 NORM_THREADS, NORM_CHUNKS = 1024, 2
 MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
 DRAW_THREADS = 1024
 ROTATED_GROUP = 16  # query heads of a kv head
-ROTATED_BLOCKS = 2  # on an SM: 128 registers hold the matrices
+ROTATED_BLOCKS = 2  # an SM: 128 registers a thread hold the matrices
 GATHER_SLOTS = 8
 
 
-def programs(dtype: torch.dtype, kind: str, head_dim: int, turned: bool) -> tuple[Program, ...]:
-    """For jit.build_all: norm, swiglu, store and gather of a model and its pool (its `name`)."""
+def programs(dtype: torch.dtype, kind: str, head_dim: int, rotated: bool) -> tuple[Program, ...]:
+    """All kernels for a model of `dtype` and a pool of this kind."""
     number, record = TYPES[dtype], f"{TYPES[dtype]}, billfish::{kind.capitalize()}, {head_dim}"
     return (
         Program(HERE / "small.cuh", f"billfish::rms_norm<{number}>"),
         Program(HERE / "small.cuh", f"billfish::swiglu<{number}>"),
         Program(HERE / "small.cuh", "billfish::embed"),
         Program(HERE / "draw.cuh", f"billfish::draw<{number}>"),
-        Program(HERE / "store.cuh", f"billfish::rope_store<{record}, {str(turned).lower()}>"),
+        Program(HERE / "store.cuh", f"billfish::rope_store<{record}, {str(rotated).lower()}>"),
         Program(HERE / "store.cuh", f"billfish::gather<{record}>"),
     )
 
@@ -65,7 +65,7 @@ class Fused:
         if self.rotary % 8 or self.rotary > shape.head_dim:
             raise ValueError(f"RoPE over {self.rotary} of {shape.head_dim} dimensions")
         if rotation is not None and self.group > ROTATED_GROUP:
-            raise ValueError(f"{self.group} query heads for a kv head, turned")
+            raise ValueError(f"{self.group} query heads for a kv head, rotated")
         self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
         self._norm, self._swiglu, self._embed, self._draw, self._store, self._gather = (
             _kernel(program).load(device)
@@ -83,12 +83,12 @@ class Fused:
                 _fragments(rotation.to_queries, device),
                 _fragments(rotation.feedback, device),
             )
-            self._threads = 2 * shape.head_dim  # a warp for 16 outputs
+            self._threads = 2 * shape.head_dim  # a warp for 16 outputs of the rotation
             blocks = ROTATED_BLOCKS * self._store.gpu.sms // shape.kv_heads
             self._most_blocks = max(1, blocks)
 
     def embed(self, tokens: Tensor, found: Tensor, table: Tensor, out: Tensor) -> None:
-        """Rows of a table; tokens (rows,) int32, where -1 - i stands for found[i, 0]."""
+        """Rows of the embedding; tokens (rows,) int32, where -1 - i means found[i, 0]."""
         assert tokens.dtype == found.dtype == torch.int32
         width = table.shape[1]
         if width % CHUNK:
@@ -104,8 +104,8 @@ class Fused:
         self._embed.launch(len(tokens), threads, args, pdl=True)
 
     def draw(self, logits: Tensor, rules: Tensor, found: Tensor) -> None:
-        """(rows, vocabulary) -> each row's next token by its rule (rows, 8), as Chooser.rule has
-        it, and the best one's logit's bits: (rows, 2) int32."""
+        """(rows, vocabulary) and Chooser.rule of each row (rows, 8) -> (rows, 2) int32: the next
+        token, and the bits of the largest logit."""
         assert rules.dtype == found.dtype == torch.int32 and rules.is_contiguous()
         args = (logits.data_ptr(), rules.data_ptr(), found.data_ptr(), logits.shape[1])
         self._draw.launch(len(logits), DRAW_THREADS, args, pdl=True)
@@ -113,7 +113,7 @@ class Fused:
     def norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
     ) -> None:
-        """hidden += delta, in place; out = RMS norm of it, times weight."""
+        """hidden += delta, in place; out = RMS norm of hidden, times weight."""
         tokens, width = hidden.shape
         chunks = width // CHUNK
         if width % CHUNK or chunks > NORM_THREADS * NORM_CHUNKS:
@@ -144,7 +144,7 @@ class Fused:
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Heads normed, rotated and turned: q to q_out, k and v into the pool."""
+        """Norm, RoPE and rotation of the heads: q to q_out, k and v coded into the pool."""
         assert positions.dtype == slots.dtype == torch.int32
         tokens = len(positions)
         args = (
@@ -168,7 +168,7 @@ class Fused:
         self._store.launch(grid, self._threads, args, pdl=True)
 
     def gather(self, layer: int, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
-        """slots (count,) int32 -> (count, kv_heads, head_dim) each; K as it is stored: turned."""
+        """slots (count,) int32 -> (count, kv_heads, head_dim) each; K as stored: rotated."""
         assert slots.dtype == torch.int32
         count = len(slots)
         args = (self._records(layer), slots.data_ptr(), k_out.data_ptr(), v_out.data_ptr(), count)
@@ -185,7 +185,7 @@ def _kernel(program: Program) -> Kernel:
 
 
 def _fragments(matrices: Tensor, device: torch.device) -> Tensor:
-    """(layers, kv_heads, inputs, outputs) -> fp16 fragments of mma.m16n8k16's A as warps load them:
+    """(layers, kv_heads, inputs, outputs) -> fp16 A fragments of mma.m16n8k16 in load order:
     16 outputs a warp, 16 inputs at a time, 16 bytes a lane. Row r of a fragment is output 2r, row
     r + 8 is output 2r + 1, so that a lane gets neighbours."""
     layers, kv_heads, size, _ = matrices.shape

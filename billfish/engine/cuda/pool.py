@@ -1,12 +1,12 @@
-"""K and V of all layers as the kernels read them: records of 64 tokens of one kv head.
+"""The KV cache as the CUDA kernels read it: records of 64 tokens of one KV head.
 
-    record   [K][V][grids]   K token by token, V in groups of 8 tokens, both in the order in which
-                             lanes of mma.m16n8k16 take them: attention multiplies what it loads
+    record   [K][V][grids]   K token by token, V in groups of 8 tokens, both in fragment order of
+                             mma.m16n8k16: attention multiplies what it loads
     grids    k_step, k_low, v_step, v_low of each token (kv8 and kv4), in the model's dtype
 
 `places` is the layout: where each number of a record lies, in units of the format's bits. store.cuh
-writes the same places; read and write here are their oracle, in plain operators on any device.
-A token's bytes are its own, and its numbers those of engine/cache.py: Kv16, Kv8, Kv4Plain.
+writes the same places; read and write here are its oracle, with torch's operators on any device.
+No two tokens share a byte, and the numbers are those of kv/cache.py: Kv16, Kv8, Kv4Plain.
 """
 
 from typing import ClassVar
@@ -57,7 +57,7 @@ class Pool:
             grids = torch.cat((step, low), -1).transpose(1, 2).flatten(2)  # k, k, v, v
             stored = self.records[layer].view(self.dtype)
             stored[page, head, self._grids[token][:, None]] = grids
-        # In the order of their places, so that two codes of four bits make a byte.
+        # Sorted by place, so that two neighbouring 4-bit codes make a byte.
         stored = self.records[layer].view(codes.dtype)
         for i in range(2):
             at, order = self._places[i, token][:, None].sort()
@@ -79,7 +79,7 @@ class Pool:
         return k.contiguous(), v.contiguous()
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
-        return q  # whoever stores K has turned both
+        return q  # whoever stores K has rotated both
 
     def nbytes(self) -> int:
         return self.records.nbytes
@@ -106,7 +106,7 @@ class Pool8(Pool):
 
 
 class Pool4(Pool):
-    """Of numbers as they come: whoever turns K does so before."""
+    """Codes the numbers it is given: K comes rotated."""
 
     name: ClassVar[str] = "kv4"
     bits: ClassVar[int] = 4
@@ -116,10 +116,10 @@ POOLS: dict[str, type[Pool]] = {kind.name: kind for kind in (Pool16, Pool8, Pool
 
 
 def places(bits: int, head_dim: int) -> Tensor:  # (2, 64, head_dim) int64, of K and of V
-    """Which unit of `bits` bits of a record, counted from its lowest, holds a number."""
+    """Index of the unit of `bits` bits that holds each number of a record."""
     t, channel = torch.arange(PAGE_TOKENS)[:, None], torch.arange(head_dim)
-    # K: four chunks a token, one for each lane of a quad, of 8 channels out of every 32. The two
-    # halves of a word's mask hold neighbours: x0 and x1, and two units on x2 and x3.
+    # K: four chunks a token, one for each lane of a quad, of 8 channels out of every 32. A mask
+    # selects neighbours, x0 and x1, from the two halves of a word; x2 and x3 are in the next units.
     j, c, i = channel // 32, channel // 8 % 4, channel % 8
     chunk = t * head_dim + c * (head_dim // 4) + j * 8
     # V: lane (r, c) of a group of 8 tokens has tokens 2c and 2c + 1 of channels r, r + 8, ...
@@ -131,14 +131,14 @@ def places(bits: int, head_dim: int) -> Tensor:  # (2, 64, head_dim) int64, of K
     elif bits == 8:
         k = chunk + i // 4 * 4 + i % 4 // 2 + i % 2 * 2
         v = n // 8 * 512 + lane * 16 + n // 2 % 4 * 4 + odd * 2 + n % 2
-    else:  # natural order, but odd tokens in the other banks
+    else:  # in order, but odd tokens in the other banks
         k = t * head_dim + (n ^ odd * 4) * 8 + i
         v = n // 4 * 256 + lane * 8 + n % 4 * 2 + odd
     return torch.stack((k, PAGE_TOKENS * head_dim + group * (8 * head_dim) + v))
 
 
 def grid_places(bits: int, head_dim: int) -> Tensor:  # (64, 4) int64
-    """Which 16-bit number of a record is a token's k_step, k_low, v_step, v_low."""
+    """Index of a token's k_step, k_low, v_step, v_low among a record's 16-bit numbers."""
     first = PAGE_TOKENS * 2 * head_dim * bits // 16
     return first + torch.arange(PAGE_TOKENS * 4).view(PAGE_TOKENS, 4)
 

@@ -1,8 +1,8 @@
-"""A decoder on a GPU: eight launches a layer, and a CUDA graph for every size of a batch.
+"""The model on a Hopper GPU: eight launches a layer, and a CUDA graph for every batch size.
 
-A step in which every sequence writes one token is a replay: the graph of the next larger batch,
-over tables filled for this one. Steps with prompts in them run kernel by kernel; their attention
-reads K and V back from the pages and goes through the library.
+A step of decodes alone replays the graph of the next larger batch size, over tables filled for this
+step. Steps with prefill chunks are launched kernel by kernel; their attention is FlashAttention
+over K and V gathered from the pages.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from billfish.kernels import jit
 from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder, Shape
 
-Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, where the result goes
+Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, out
 
 
 def refuses(decoder: Decoder, kv: str) -> str | None:
-    """Why these kernels cannot run such a model; torch's operators do, then."""
+    """Why these kernels cannot run the model; torch's operators run it then."""
     shape, device = decoder.shape, decoder.device
     if device.type != "cuda":
         return f"the model is on {device}"
@@ -52,7 +52,7 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
 
 
 def buckets(most: int) -> list[int]:
-    """Sizes of batches that get a graph, the largest first: a step pads to the next."""
+    """Batch sizes that get a graph, the largest first: a step is padded to the next one."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
     return sorted({*(size for size in sizes if size < most), most}, reverse=True)
 
@@ -70,7 +70,7 @@ class GpuRunner:
         most_tokens: int,  # of one sequence
         rotation: Rotation | None = None,
         graphs: bool = True,
-        invariant: bool = False,  # a row's bits do not depend on the others
+        invariant: bool = False,  # batch invariant: a row's bits do not depend on the others
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
         shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
@@ -88,12 +88,12 @@ class GpuRunner:
         self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
-        self._step(most_sequences)  # loads every kernel: nothing can be loaded in a capture
+        self._step(most_sequences)  # loads every kernel: none can be loaded in a capture
         if graphs:
             self._capture(buckets(most_sequences))
 
     def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
-        """One token of each piece, and what follows it."""
+        """One token of each piece; logits, and with rules the next tokens."""
         count = len(pieces)
         rows = next((size for size in sorted(self.graphs) if size >= count), count)
         self.tables.fill(pieces, rows, rules)
@@ -111,7 +111,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def hidden(self, pieces: Many[Piece]) -> Tensor:  # (tokens of all pieces, hidden)
-        """Any pieces; those of one token come first and attend as in a decode."""
+        """Any pieces; those of one token come first, and their attention is a decode's."""
         single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
         chunks, device = pieces[single:], self.decoder.device
         self.tables.fill(pieces[:single], single)
@@ -132,7 +132,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _step(self, rows: int) -> Tensor:
-        """A decode of what the tables hold."""
+        """The decode that the tables describe."""
         columns = self.tables.columns
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
         hidden = self._forward(tokens, positions, slots, self.attention)
@@ -194,7 +194,7 @@ class GpuRunner:
 
 
 class Prefill:
-    """Chunks of prompts of one step, each against its sequence from the first token that counts."""
+    """Attention of a step's prefill chunks, each over its sequence from the first token on."""
 
     def __init__(
         self,
@@ -219,8 +219,8 @@ class Prefill:
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         self.kernels.gather(layer, self.slots, self.k, self.v)
         window = self.shape.windows[layer]
-        # The operator behind torch.nn.attention.varlen, whose own arguments change from release to
-        # release. Causal from the last token back, as a chunk needs it.
+        # The operator behind torch.nn.attention.varlen, whose arguments change from release to
+        # release. Its causal mask is aligned to the last token, as a chunk needs it.
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q,
             self.k,
@@ -239,12 +239,12 @@ class Prefill:
 
 
 def _slots(piece: Piece, first: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where tokens [first, end of the piece) of its sequence lie."""
+    """Slots of tokens [first, end of the piece) of its sequence."""
     place = np.arange(first, piece.start + piece.count)
     return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE
 
 
 def _say(message: str) -> None:
-    """A line that the next one overwrites, where somebody sits in front of it."""
+    """A line on a terminal that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{message}", end="", file=sys.stderr, flush=True)

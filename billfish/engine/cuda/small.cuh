@@ -1,8 +1,7 @@
-// What lies between two products of a layer: the residual's sum with RMS norm, and SwiGLU. And what
-// comes before them: rows of the embedding.
+// The elementwise kernels of a layer: residual add with RMS norm, and SwiGLU; and the embedding.
 //
-// Rounded where transformers rounds, so that a model's numbers are the same with these kernels and
-// without them. Launched early (PDL): whatever was there before the step is read before the wait.
+// Rounded where transformers rounds, so that a model's numbers are the same with and without these
+// kernels. Launched early (PDL): whatever was written before the step is read before the wait.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -10,14 +9,14 @@
 
 namespace billfish {
 
-// Pointers to what the kernel before may still write have no __restrict__: the compiler would take
-// it for constant and read it through a cache that need not see those stores.
+// Pointers to what the previous kernel may still write have no __restrict__: the compiler would
+// take the data for constant and read it through a cache that need not see those stores.
 
 constexpr int kNormThreads = 1024;  // at most
 constexpr int kSwigluThreads = 128;  // 14 blocks for one token of 14336: on as many SMs
 
-// hidden (tokens, width) += delta, unless that is null; out = the norm of it. Block: a token. Sums
-// are cut by the width alone: the same bits beside any other token.
+// hidden (tokens, width) += delta, unless that is null; out = its RMS norm. One block a token. The
+// order of sums follows from the width alone: the same bits in every batch.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
 rms_norm(u16* hidden, const u16* delta, const u16* __restrict__ weight, u16* out, int width,
@@ -81,10 +80,10 @@ rms_norm(u16* hidden, const u16* delta, const u16* __restrict__ weight, u16* out
     }
 }
 
-// torch's own formula: a step through this kernel has the bits of one through torch's.
+// torch's own formula: the same bits as torch's.
 BILLFISH_DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// gate_up (tokens, 2 width), gates first -> out (tokens, width). Block (piece of a row, token).
+// gate_up (tokens, 2 width), gates first -> out (tokens, width). Grid (parts of a row, tokens).
 template <class T>
 __global__ void __launch_bounds__(kSwigluThreads)
 swiglu(const u16* gate_up, u16* out, int width) {
@@ -107,8 +106,8 @@ swiglu(const u16* gate_up, u16* out, int width) {
     reinterpret_cast<uint4*>(out)[token * chunks + at] = {y[0], y[1], y[2], y[3]};
 }
 
-// out (tokens, width) = rows of the table. A token below 0 is not known to the host yet: -1 - i is
-// what row i of the decode before has found, pairs of (token, logit).
+// out (tokens, width) = rows of the table. A negative token is not known to the host yet: -1 - i is
+// the token that the previous decode drew for row i; `found` has pairs of (token, logit).
 __global__ void __launch_bounds__(kNormThreads)
 embed(const int* tokens, const int* found, const uint4* __restrict__ table, uint4* out,
       int chunks) {

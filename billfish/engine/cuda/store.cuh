@@ -1,15 +1,12 @@
-// rope_store: q, k and v of one product -> q for attention, k and v in the pool's records; gather
-// takes them out again. engine/pool.py describes the records and is the oracle of every byte.
-//
+// rope_store: q, k, v of one projection -> RoPE -> q for attention, k and v coded into the cache;
+// gather decodes them again. pool.py describes the records and is the oracle of every byte.
 //     block (token, kv head)   a warp for each head of the group, one for k, one for v
 //     lane l                   channels 4l .. 4l + 3 of q and k; RoPE's partner is in another lane
-//     turned (kv4)             k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs each. Both
-//                              matrices lie in registers before the wait, as fragments of mma.
-//                              k' is coded in four blocks of channels, the error of each carried
-//                              to those behind it: another product, of what a warp has kept
-//
-// 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds them; of
-// mul.f16x2 and add.f16x2 ptxas may make one fma, rounded once.
+//     kTurned (kv4)            rotation.py's k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs
+//                              each. k' is coded in four blocks of channels with error feedback:
+//                              the error of each, times `carry`, is added to the later ones
+// 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds: ptxas may
+// fuse mul.f16x2 and add.f16x2 into an fma, which rounds once.
 #pragma once
 
 #include "billfish/page.cuh"
@@ -39,13 +36,13 @@ struct Places : PageRecord<F, kHeadDim> {
     }
 };
 
-// A slot's record of this block's kv head.
+// The record of a slot and this block's kv head.
 template <class R>
 BILLFISH_DEVICE unsigned char* record_of(unsigned char* pool, int slot) {
     return pool + (static_cast<u64>(slot / kPageTokens) * gridDim.y + blockIdx.y) * R::kBytes;
 }
 
-// Numbers as cache.py has them: low the smallest, the step rounded up, NaN in one number for all.
+// Coding as in kv/codes.py: low is the minimum, the step is rounded up, a NaN makes its head NaN.
 BILLFISH_DEVICE float clamped(float v, float limit) {  // NaN stays
     return v > limit ? limit : v < -limit ? -limit : v;
 }
@@ -62,13 +59,13 @@ BILLFISH_DEVICE u32 grid_of(float lowest, float highest) {
     return step_bits | low_bits << 16;
 }
 
-// Of a number in steps above low. fmaxf makes 0 of NaN, which 0 / 0 is, too.
+// The code of (number - low) / step. fmaxf turns NaN, which 0 / 0 is, too, into 0.
 template <int kBits>
 BILLFISH_DEVICE float code_of(float steps) {
     return fminf(fmaxf(rintf(steps), 0), (1 << kBits) - 1);
 }
 
-// Codes of a head's numbers, four a lane; tells their grid.
+// Codes of a head's numbers, four a lane; returns their grid.
 template <class T, int kBits, int kLanes>
 BILLFISH_DEVICE u32 encode(float (&x)[4], u32 (&codes)[4], float limit) {
     bool strange = false;
@@ -110,7 +107,7 @@ BILLFISH_DEVICE void store_k(unsigned char* record, int t, int lane, float (&x)[
 // Token t's V: lane l's numbers are channels l % 8 + 8 (l / 8 * 4 + i).
 template <class T, class R, int kLanes>
 BILLFISH_DEVICE void store_v(unsigned char* record, int t, int lane, float (&x)[4], float limit) {
-    constexpr int kPer = 16 / R::kBits;  // a token's halfword has so many
+    constexpr int kPer = 16 / R::kBits;  // codes in a token's halfword
     u32 code[4];
     if constexpr (R::kBits == 16) {
 #pragma unroll
@@ -130,7 +127,7 @@ BILLFISH_DEVICE void store_v(unsigned char* record, int t, int lane, float (&x)[
     }
 }
 
-// Both numbers of a word, rounded after each product and after the sum.
+// RoPE of both numbers of a word, rounded after each product and after the sum.
 template <class T>
 BILLFISH_DEVICE u32 rotate(u32 x, u32 cos, u32 y, u32 sin) {
     const u32 a = T::pack(T::to_float(x) * T::to_float(cos),
@@ -157,10 +154,10 @@ BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
             T::mul(weight.y, T::pack(x[2] * scale, x[3] * scale))};
 }
 
-constexpr int kMostGroup = 16;  // query heads of a kv head, where they are turned
-constexpr int kBlocks = 4;      // of channels: turn.py's
+constexpr int kMostGroup = 16;  // query heads of a kv head, where they are rotated
+constexpr int kBlocks = 4;      // of channels, with error feedback: kv/codes.py's BLOCKS
 
-// d (16 outputs, 8 rows) = a fragment of a matrix for each 16 inputs, times rows of shared memory.
+// d (16 outputs, 8 rows) = a matrix, a fragment for each 16 inputs, times rows in shared memory.
 template <int kSteps>
 BILLFISH_DEVICE void turn(float (&d)[4], const u32 (&a)[kSteps][4], const u16* row, int pair) {
 #pragma unroll
@@ -171,23 +168,22 @@ BILLFISH_DEVICE void turn(float (&d)[4], const u32 (&a)[kSteps][4], const u16* r
     }
 }
 
-// What the warps of a block tell each other of a token's k'.
+// What the warps of a block share of a token's k'.
 template <int kHeadDim>
 struct Told {
-    uint4 carry[kHeadDim / 16 / kBlocks * (kBlocks - 1)][2 * kHeadDim];  // each thread's own
-    float4 mean[32];                                      // of the warp that has k, each lane's own
-    u16 errors[2][kHeadDim + 8];                          // in steps: rounded, and the rest
+    uint4 carry[kHeadDim / 16 / kBlocks * (kBlocks - 1)][2 * kHeadDim];  // private to each thread
+    float4 mean[32];                                      // of the warp that has k, by lane
+    u16 errors[2][kHeadDim + 8];                          // in steps: fp16, and the remainder
     float lowest[kHeadDim / 16], highest[kHeadDim / 16];  // of each warp's channels
 };
 template <>
 struct Told<0> {};
 
-// A token's k', channels `first` and the next of each lane, four lanes alike. lowest and highest
-// are known to all. Numbers, and what is carried, are counted in steps.
+// Codes a token's k' with error feedback, in units of the step; four lanes have the same channels.
 template <class T, class R, int kHeadDim>
 BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int lane, float (&x)[2],
                                    Told<kHeadDim>& told) {
-    constexpr int kWarps = kHeadDim / 16, kPer = kWarps / kBlocks;  // warps of a block of channels
+    constexpr int kWarps = kHeadDim / 16, kPer = kWarps / kBlocks;  // warps for a block of channels
     const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
     float lowest = told.lowest[0], highest = told.highest[0];
     bool strange = lowest != lowest;
@@ -232,8 +228,8 @@ BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int l
 }
 
 // qkv (tokens, heads + 2 kv heads, kHeadDim); cos and sin (positions, rotary / 2); norms, mean and
-// matrices may be null: `fused.py` arranges the latter. slots < 0: padding, of which only q is
-// written. Blocks take every gridDim.x'th token: with matrices, many tokens share what they loaded.
+// matrices (as fused.py orders them) may be null. slots < 0: padding, of which only q is written.
+// Blocks take every gridDim.x-th token, so that many tokens share the matrices a block has loaded.
 template <class T, class Format, int kHeadDim, bool kTurned>
 __global__ void __launch_bounds__(kTurned ? 2 * kHeadDim : 512, 2)
 rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ sin,
@@ -245,7 +241,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     static_assert(!kTurned || Format::kBits == 4);
     using R = Places<Format, kHeadDim>;
     constexpr int kLanes = kHeadDim / 4, kSteps = kTurned ? kHeadDim / 16 : 1;
-    constexpr int kStride = kHeadDim + 8;  // so that eight rows lie in different banks
+    constexpr int kStride = kHeadDim + 8;  // eight rows lie in different banks
     __shared__ __align__(16) u16 rows[kTurned ? kMostGroup + 2 : 1][kStride];
     __shared__ __align__(16) Told<kTurned ? kHeadDim : 0> told;
 #if __CUDA_ARCH__ >= 900
@@ -256,7 +252,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
 
     u32 keys[kSteps][4], queries[kSteps][4];
     if constexpr (kTurned) {
-        // Registers have no room for these as well.
+        // In shared memory: the registers are taken by the two matrices.
         if (warp == group % warps)
             told.mean[lane] = reinterpret_cast<const float4*>(mean)[kv_head * kLanes + l];
 #pragma unroll
@@ -272,7 +268,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             queries[step][2] = q.z, queries[step][3] = q.w;
         }
     }
-    // Lanes [0, half) have RoPE's first half, as many after them the second.
+    // Lanes [0, half) have RoPE's first half, the next `half` lanes the second.
     const int half = rotary / 8, angle = l < half ? l : l - half;
     const bool rotated = l < 2 * half;
     const int partner = !rotated ? l : l < half ? l + half : l - half;
@@ -310,7 +306,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             if (rotated) v = {rotate<T>(v.x, c.x, y.x, s.x), rotate<T>(v.y, c.y, y.y, s.y)};
             unpack<T>(v, x);
             if constexpr (kTurned) {
-                // k - mean has more bits than a half: the rest is a row of its own, at no cost.
+                // k - mean has more bits than fp16: the remainder is a second row of the product.
                 const bool key = head == group;
                 if (key) {
                     const float4 middle = told.mean[lane];
@@ -337,7 +333,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             }
         }
         if constexpr (kTurned) {
-            // Rows of a fragment are outputs 2r and, from 8 on, 2r + 1: neighbours in a lane.
+            // Rows r and r + 8 of a fragment are outputs 2r and 2r + 1: neighbours in a lane.
             const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
             float d[4];
             __syncthreads();
@@ -364,7 +360,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     }
 }
 
-constexpr int kGatherSlots = 8;  // of a block, a warp each: those of one page share the lines of V
+constexpr int kGatherSlots = 8;  // of a block, a warp each: those of a page share V's cache lines
 
 template <class T, class R>
 BILLFISH_DEVICE u32 decoded(const unsigned char* record, int place, u32 grid) {
@@ -374,7 +370,7 @@ BILLFISH_DEVICE u32 decoded(const unsigned char* record, int place, u32 grid) {
     return T::from_float(static_cast<float>(code) * T::to_float(grid) + T::to_float(grid >> 16));
 }
 
-// slots (count) -> k and v (count, kv heads, kHeadDim). Block (kGatherSlots slots, kv head).
+// slots (count) -> k and v (count, kv heads, kHeadDim). Block: kGatherSlots slots of a kv head.
 template <class T, class Format, int kHeadDim>
 __global__ void __launch_bounds__(32 * kGatherSlots)
 gather(unsigned char* pool, const int* __restrict__ slots, u16* k, u16* v, int count) {

@@ -1,8 +1,8 @@
-"""Decode on a GPU: one new token of each of many sequences, as tables that a kernel reads.
+"""Decode on a GPU: the inputs of a step, one new token of each sequence, as tables for the kernels.
 
-`Tables` is one step's numbers in one buffer, so that one copy brings them to the card: tokens,
-positions, slots, lengths, pages. `DecodeAttention` launches attention.cuh over them. Both are made
-once, for the most sequences there can be, so that a CUDA graph finds everything where it was.
+`Tables` holds a step's tokens, positions, slots, chunks and page tables in one buffer, for one copy
+to the GPU. `DecodeAttention` launches attention.cuh over them. Both are allocated once, for the
+largest batch, so that addresses in CUDA graphs stay valid.
 """
 
 import itertools
@@ -51,11 +51,11 @@ def part_floats(head_dim: int) -> int:
 
 def rows_of(
     lengths: NDArray[np.int32],
-    starts: NDArray[np.int32],  # where each sequence's pages begin in the table
+    starts: NDArray[np.int32],  # where each sequence's page table begins
     window: int | None,
     chunking: Chunking,
 ) -> NDArray[np.int32]:  # (chunks, 8): attention.cuh's Chunk
-    """What blocks take, one after the other. Chunks of a sequence differ by a page at most."""
+    """All chunks. Those of one sequence differ by one page at most."""
     begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
     first = begin // PAGE
     pages = -(-lengths // PAGE) - first
@@ -76,12 +76,12 @@ def rows_of(
 
 
 class Tables:
-    """One int32 buffer on the card, and the same on the host:
+    """One int32 buffer on the GPU, and the same on the host:
 
-    [tokens][positions][slots][count of chunks, where their rows are: a pair a window]
-    [how each row draws][rows of chunks][pages]
+    [tokens][positions][slots][number of chunks and offset of their rows, for each window size]
+    [sampling rules][rows of chunks][page tables]
 
-    It goes to the card through two pinned buffers by turns: when one is filled again, the copy from
+    It goes to the GPU through two pinned buffers by turns: when one is filled again, the copy from
     it is done, since the host has read the results of the decode that it was for.
     """
 
@@ -93,11 +93,8 @@ class Tables:
         chunking: Chunking,
         device: torch.device,
     ) -> None:
-        self.sequences, self.kinds, self.chunking = (
-            sequences,
-            list(dict.fromkeys(windows)),
-            chunking,
-        )
+        self.sequences, self.chunking = sequences, chunking
+        self.kinds = list(dict.fromkeys(windows))  # of windows
         widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
         widths["heads"] = len(self.kinds) * ROW
         widths["rules"] = sequences * RULE
@@ -116,12 +113,12 @@ class Tables:
             self.columns[name] = self.card[at : at + width]
             self._numbers[name] = self._flat[at : at + width]
             at += width
-        # What was filled last: of each row its sequence, where it was, and how many pages it had.
+        # Of the last step: each row's sequence, its position and its number of pages.
         self._last: list[tuple[Sequence, int, int]] = []
         self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
 
     def fill(self, pieces: Many[Piece], rows: int, rules: Rules | None = None) -> None:
-        """One token of each piece; what is left of `rows` is padding. Without rules the best."""
+        """One token of each piece, padded to `rows`. Without rules sampling is greedy."""
         count, numbers = len(pieces), self._numbers
         numbers["rules"][: rows * RULE] = 0
         if rules:
@@ -135,7 +132,8 @@ class Tables:
         self.card[:end].copy_(place[:end], non_blocking=True)
 
     def _advance(self, pieces: Many[Piece], rows: int) -> bool:
-        """If all that happened is a token more for each, in the same pages: a fifth of the time."""
+        """Increments the last step's tables if every sequence has one token more in the same pages:
+        a fifth of the time of building them."""
         if rows != self._shape[0] or len(pieces) != len(self._last) or self.kinds != [None]:
             return False
         for piece, (sequence, start, pages) in zip(pieces, self._last, strict=True):
@@ -180,14 +178,14 @@ class Tables:
 
 
 class DecodeAttention:
-    """attention.cuh over a pool's pages: one launch a layer."""
+    """attention.cuh over a pool: one launch a layer."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, pool: Pool, tables: Tables) -> None:
         self.shape, self.pool, self.tables = shape, pool, tables
         device = pool.records.device
         self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
         self.smem = shared_bytes(pool.name, shape.head_dim)
-        self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: few are few blocks
+        self.most_chunks = min(tables.most_pages, MOST)  # of a sequence: bounds the grid
         items = tables.chunking.most_chunks(tables.sequences) * shape.kv_heads
         self.parts = torch.empty(
             items * part_floats(shape.head_dim), dtype=torch.float32, device=device
@@ -198,7 +196,7 @@ class DecodeAttention:
         self.scale = np.float32(shape.scale * math.log2(math.e))
 
     def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q and out are (rows, heads, head_dim); rows that are padding are not written."""
+        """q and out are (rows, heads, head_dim); padding rows of out are not written."""
         shape, tables = self.shape, self.tables
         head = tables.columns["heads"][tables.kinds.index(shape.windows[layer]) * ROW :]
         arguments = (

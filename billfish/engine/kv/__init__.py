@@ -1,1 +1,1 @@
-"""The KV cache: pages, formats, and what a calibration finds of K and V."""
+"""The KV cache: pages, formats, codes, and the rotation of K."""

@@ -1,12 +1,12 @@
-"""Pages: who holds which page of the KV cache, and which prefix of a text already lies in one.
+"""Pages of the KV cache: reference counts, and the prefix cache over full pages.
 
-It knows numbers of pages and ids of tokens; it has never seen a tensor. A page is
+It knows page numbers and token ids, no tensors. A page is
 
-    held     by one or more sequences; only a full page is ever shared, and full pages never change
-    cached   held by nobody, still findable by its content, until its place is needed
-    empty    held by nobody, content worth nothing
+    held     by one or more sequences; only full pages are shared, and full pages never change
+    cached   held by none, but still found by its content, until it is needed for another
+    empty    held by none, without usable content
 
-and the first line is `used`, the other two are `free`.
+`used` counts the first kind, `free` the other two.
 """
 
 from array import array
@@ -15,40 +15,40 @@ from hashlib import sha256
 
 
 class Pages:
-    """`count` pages of `tokens` tokens each. Without `caching` nothing is ever found."""
+    """`count` pages of `tokens` tokens each. Without `caching` there is no prefix cache."""
 
     def __init__(self, count: int, tokens: int, caching: bool = True) -> None:
         if count < 1 or tokens < 1:
             raise ValueError(f"{count} pages of {tokens} tokens: both must be at least 1")
         self.count, self.tokens, self.caching = count, tokens, caching
         self._holds = [0] * count
-        # What a page contains, once it is full, as a digest of it and of all before it. A page may
-        # have a digest and be no entry of _known: another page had the same content first.
+        # Of a full page: the digest of its tokens and of all before them. A page may have a digest
+        # that _known maps to another page, which had the same content first.
         self._digests: list[bytes | None] = [None] * count
         self._known: dict[bytes, int] = {}
         self._empty = list(range(count - 1, -1, -1))  # a stack: page 0 is taken first
-        self._cached: dict[int, None] = {}  # in order of use, the oldest first
+        self._cached: dict[int, None] = {}  # least recently used first
 
     def free(self) -> int:
         """Pages that `take` could give now."""
         return len(self._empty) + len(self._cached)
 
     def used(self) -> int:
-        """Pages that somebody holds; a shared one counts once."""
+        """Held pages; a shared one counts once."""
         return self.count - self.free()
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> list[int]:
-        """Pages of the longest known prefix, each held once more: the caller releases them.
+        """Pages of the longest cached prefix, each with one reference more: the caller releases
+        them.
 
-        At least one token of the prompt is left over, since somebody has to compute its logits.
-        Texts of different `salt` never share: who shares can tell by the time it takes what others
-        have asked.
+        At least one token of the prompt is left over, whose logits must be computed. Prompts of
+        different `salt` never share pages: timing would reveal what others have asked.
         """
         found: list[int] = []
         if not self.caching:
             return found
         digest = _root(salt)
-        # Hashed one by one, so that an unknown prompt costs one hash, however long it is.
+        # Page by page, so that an unknown prompt costs one hash, however long it is.
         for end in range(self.tokens, len(prompt), self.tokens):
             digest = _digest(digest, prompt[end - self.tokens : end])
             page = self._known.get(digest)
@@ -63,7 +63,7 @@ class Pages:
     def take(self, count: int) -> list[int] | None:
         """Pages for the caller alone, or None (and nothing has changed) if there are too few.
 
-        Empty ones first, then the cached ones that nobody has used for the longest time.
+        Empty ones first, then the least recently used cached ones.
         """
         assert count >= 0, count
         if count > self.free():
@@ -90,12 +90,12 @@ class Pages:
         salt: int = 0,
         after: int | None = None,
     ) -> None:
-        """From now on the full ones of `pages`, which hold `tokens` in order, can be found.
+        """Enters the full ones of `pages`, which hold `tokens` in order, into the prefix cache.
 
-        The caller holds the pages and will not write to them again. What is known already stays
-        with the page that had it first; this one is the caller's alone then. `after` is the page
-        before the first, remembered earlier: a text that grows is hashed once and not each time
-        from its start (pages of 16 tokens: 5 us for a page filled, in place of 10 ms at 32k).
+        The caller holds the pages and will not write to them again. Content that is already cached
+        stays with the page that had it first. `after` is the page before the first, entered
+        earlier: a growing sequence is hashed once and not each time from its start (pages of 16
+        tokens: 5 us a page instead of 10 ms at 32k).
         """
         if not self.caching:
             return
@@ -111,9 +111,9 @@ class Pages:
             self._known.setdefault(digest, page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One hold less for each, in the order of their text."""
-        # The last first, hence oldest: the end of a text goes before its beginning, without which
-        # the end could not be found.
+        """One reference less for each; pages are in the order of their sequence."""
+        # Last page first, hence least recently used: a sequence's end is evicted before its
+        # beginning, without which the end could not be found.
         for page in reversed(pages):
             assert self._holds[page] > 0, f"page {page} is released and nobody holds it"
             self._holds[page] -= 1
@@ -128,7 +128,7 @@ class Pages:
                 self._empty.append(page)
 
 
-# SHA-256 and not hash(): a client who could make two prompts collide would read another's cache.
+# SHA-256, not hash(): a client who could make two prompts collide would read another's K and V.
 def _root(salt: int) -> bytes:
     return sha256(b"salt %d" % salt).digest()
 

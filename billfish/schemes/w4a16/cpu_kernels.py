@@ -1,15 +1,14 @@
-"""The kernel of w4a16 on a CPU, for any of its instruction sets (kernels/cpu.py).
+"""The CPU kernel of w4a16, for every instruction set of kernels/cpu.py.
 
-Every 16 bits of x are two signed bytes, and an instruction that multiplies bytes and adds four
-products (VNNI, NEON's sdot) takes codes as they are: two instructions where fp32 needs eight,
-and no weight is decoded. x is rounded to 16 bits in steps of 2^e, which each chunk of inputs has
-for itself: the error is at most 2^-15 of the largest x of its chunk (bf16's: 2^-9 of each x). Sums
-over a chunk are integers, exact; chunks are added in fp32 in order. So a row's bits depend on no
-other row, no number of threads and no instruction set.
+x is quantized to 16-bit integers, two signed bytes each, and byte dot-product instructions (VNNI,
+NEON's sdot) take codes as they are: two instructions where fp32 needs eight, and no weight is
+decoded. The step of x is a power of two per chunk of inputs: the error is at most 2^-15 of the
+chunk's largest x (bf16's: 2^-9 of each x). Sums over a chunk are integers, exact; chunks are added
+in fp32 in order. So a row's bits depend on no other row, thread count or instruction set.
 
-The exception is AMX, whose matrix unit multiplies bf16 eight times as fast: 32 rows of bf16 and
-more are multiplied by decoded weights, rounded to bf16 once. (AMX on bytes was tried: to take sums
-out of its registers for each chunk costs twice what the products do.)
+The exception is AMX, which multiplies bf16 eight times as fast: 32 rows of bf16 and more are
+multiplied by decoded weights, rounded to bf16 once. (AMX on bytes was tried: moving the sums out of
+its registers for each chunk costs twice what the products do.)
 """
 
 from dataclasses import dataclass
@@ -39,8 +38,8 @@ from billfish.kernels.llvm import (
 )
 from billfish.schemes.w4a16.cpu_words import ALONE, BAND, MATRIX_ROOM, VECTORS
 
-AHEAD = 1024  # bytes: words are asked for before they are needed
-MATRIX = 16  # rows of a register of AMX
+AHEAD = 1024  # bytes: prefetch distance of the words
+MATRIX = 16  # rows of an AMX tile register
 TOP = 127 * 256 + 127  # the largest number of two signed bytes
 CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
 LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "blocks", "upper")
@@ -52,20 +51,20 @@ class Kind:
     isa: Isa
     x: torch.dtype  # and of y
     scale: torch.dtype
-    zeros: bool  # stored; or one number for all
+    zeros: bool  # stored zero points; else one for all
 
 
 class Layer:
-    """One layer in a kernel, and what it is multiplied with.
+    """A layer's arrays as a kernel sees them, and those of x.
 
-    strip   as many outputs as two vectors have lanes
-    chunk   inputs of one scale of weights and one step of x: 8, 16, 32, 64 or 128
+    strip   outputs: the lanes of two vectors
+    chunk   inputs with one scale of weights and one step of x: 8, 16, 32, 64 or 128
     block   8 inputs of a strip: byte j of lane i is code[i, j] | code[i, j + 4] << 4
-    words   (strips, chunks, planes, blocks, outputs, 4) bytes, read from the first to the last; of
-            codes of more than 4 bits the upper plane comes first, and its sums are multiplied by 16
-            before the lower one is added
-    planes  (rows, chunks, 2, chunk) bytes of x, upper ones first
-    notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its x in steps
+    words   (strips, chunks, planes, blocks, outputs, 4) bytes, read sequentially; codes of more
+            than 4 bits have two planes, the upper first, whose sums are multiplied by 16 before the
+            lower one's are added
+    planes  (rows, chunks, 2, chunk) bytes of x, upper bytes first
+    notes   (rows, chunks, 2): the step of a chunk of x, and the sum of its integers
     scales  (chunks, outputs) in rows of `stride`; zeros the same in bytes, or the number itself
     """
 
@@ -98,7 +97,7 @@ class Layer:
 
 
 def _nearest(value: Value) -> Value:
-    """bf16 in the upper half, ties to even; of a number."""
+    """Rounded to bf16 in the upper half, ties to even; not for NaN."""
     bits = value.as_bits(vector(I32, value.lanes))
     return bits + ((bits >> 16) & 1) + 0x7FFF
 
@@ -114,7 +113,7 @@ def _store(w: Writer, value: Value, address: Value, dtype: torch.dtype) -> None:
 
 
 def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
-    """Chunks of x -> planes and notes. A chunk with Inf or NaN has NaN as its step."""
+    """Quantizes chunks of x to planes and notes. A chunk with Inf or NaN has NaN as its step."""
     w = Writer(module, "split", 6)
     x, planes, notes, blocks, first, last = w.arguments
     lanes = 8
@@ -127,8 +126,8 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
             magnitude, known = value.as_bits(ints) & 0x7FFFFFFF, largest.get()
             largest.set(w.pick(w.less(known, magnitude), magnitude, known))
         top = w.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", I32, largest.get())
-        # The exponent of a float is the step's, or one less: from TOP / 2^14 = 1.9921 on, of a
-        # mantissa of 23 bits, adding this carries over.
+        # The step's exponent is that of the largest x, or one more where its mantissa is 1.9921 =
+        # TOP / 2^14 or above: there adding CARRY overflows into the exponent.
         exponent = (top + CARRY) >> 23
         exponent = w.pick(w.less(exponent, 30), w.constant(I32, 30), exponent)
         step = ((exponent - 14) << 23).as_bits(F32)
@@ -138,7 +137,7 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
         with w.loop(w.number(0), blocks) as block:
             value = load_floats(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
             value = w.intrinsic(f"llvm.rint.v{lanes}f32", floats, value * w.spread(inverse, lanes))
-            for name, bound in (("minnum", TOP), ("maxnum", -TOP)):  # of NaN, too, a number
+            for name, bound in (("minnum", TOP), ("maxnum", -TOP)):  # NaN becomes a number, too
                 limit = w.constant(floats, float(bound))
                 value = w.intrinsic(f"llvm.{name}.v{lanes}f32", floats, value, limit)
             steps = value.to(I32)
@@ -156,7 +155,7 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
 def _add(
     w: Writer, total: Value, upper: Value, lower: Value, note: Value, scales: Value, zeros: Value
 ) -> Value:
-    """A row's total and a chunk's sums of both halves of x."""
+    """Adds a chunk's sums of both bytes of x to a row's total."""
     lanes = scales.lanes
     step, summed = (
         w.spread(w.load(note + 4 * i, kind), lanes) for i, kind in enumerate((F32, I32))
@@ -166,7 +165,7 @@ def _add(
 
 
 def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
-    """Some rows of x with a strip of weights: tile(layer, strip, planes, notes, y)."""
+    """Rows of x times a strip of weights: tile(layer, strip, planes, notes, y)."""
     w = Writer(module, f"tile{rows}", 5)
     address, strip, planes, notes, y = w.arguments
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
@@ -218,8 +217,8 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
 
 
 def _write_decode(module: ir.Module, kind: Kind) -> Any:
-    """Strips [first, last) as bf16, rounded once, in the order of AMX: of each pair of inputs, two
-    numbers in every lane. decode(layer, first, last, out)"""
+    """Strips [first, last) as bf16, rounded once, in AMX's order: two inputs in every lane.
+    decode(layer, first, last, out)"""
     w = Writer(module, "decode", 4)
     address, first, last, out = w.arguments
     layer, lanes = Layer(w, address, kind), kind.isa.lanes
@@ -246,11 +245,11 @@ def _write_decode(module: ir.Module, kind: Kind) -> Any:
 
 
 def _write_matrices(module: ir.Module, kind: Kind) -> Any:
-    """bf16 by AMX, for rows of x in 32s: matrices(layer, first, last, x, y, rows, room).
+    """bf16 products by AMX, 32 rows of x at a time: matrices(layer, first, last, x, y, rows, room).
 
-    A register has 16 rows of 64 bytes. Four are sums of 32 rows and a strip of 32 outputs; two of x
-    and two of decoded weights are loaded for four products, each of which takes as long as two
-    loads. Strips are decoded once for all rows.
+    A tile register has 16 rows of 64 bytes. Four hold the sums of 32 rows and a strip of 32
+    outputs; two of x and two of decoded weights are loaded for four products, each of which takes
+    as long as two loads. Strips are decoded once for all rows.
     """
     decode = _write_decode(module, kind)
     w = Writer(module, "matrices", 7)
@@ -295,7 +294,7 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
 
 def product(kind: Kind) -> Compiled:
     """start(layer, x, y, room, rows, threads): y (rows, outputs) = x (rows, inputs) by the layer.
-    The room is cpu_words.py's `room_bytes`."""
+    `room` is scratch memory of cpu_words.py's `room_bytes`."""
     module = ir.Module()
     split = _write_split(module, kind.x)
     tiles = {rows: _write_tile(module, kind, rows) for rows in kind.isa.rows}

@@ -1,6 +1,6 @@
-// One stage of K and V, in shared memory, against the query heads that share it: scores, running
-// softmax, weighted sums, all on the tensor cores and in a warp's registers. engine/attention.cuh
-// says why it is so.
+// Attention of one stage of K and V in shared memory for the query heads that share it: scores,
+// online softmax and weighted sums, on the tensor cores and in a warp's registers.
+// engine/cuda/attention.cuh gives the reasons.
 #pragma once
 
 #include "billfish/page.cuh"
@@ -11,11 +11,11 @@ namespace billfish {
 #if __CUDA_ARCH__ >= 900
 
 constexpr int kTakers = 4;             // warps that multiply; one more fetches
-constexpr int kAttendBytes = 230400;   // of shared memory: with 1 KB a block, an SM's
+constexpr int kAttendBytes = 230400;   // of shared memory: an SM's, less 1 KB a block
 constexpr int kTile = 16;              // tokens a warp takes at a time
 
-// Where things are in a block's shared memory: the ring; queries and what else is known of an item,
-// twice; what warps leave for each other at its end; barriers. engine/decode.py counts the same.
+// A block's shared memory: ring of stages | queries and description of an item, twice | partial
+// sums of the warps | barriers. engine/cuda/tables.py counts the same.
 template <class F, int kDim>
 struct AttendBlock {
     using R = PageRecord<F, kDim>;
@@ -23,16 +23,16 @@ struct AttendBlock {
     static constexpr int kOfPage = kPageTokens / kTokens;
     static constexpr int kV = kTokens * R::kTokenBytes, kGrids = 2 * kV;
     static constexpr int kBytes = kGrids + kTokens * R::kGridBytes;
-    static constexpr int kAbout = kDim * 16, kItem = kAbout + 32;  // 8 queries, 8 numbers
+    static constexpr int kAbout = kDim * 16, kItem = kAbout + 32;  // 8 queries, 8 integers
     static constexpr int kSums = kDim * 32;                        // of a warp
     static constexpr int kFixed = 2 * kItem + kTakers * (kSums + 64) + 16 + 4 * 8;
-    // Three blocks of an SM are 15 warps of up to 128 registers. Of 16 bits a warp's tile is a
-    // stage, and with three it would have only one: 129 us instead of 126 at 32 x 4096.
+    // Three blocks an SM are 15 warps of up to 128 registers. At 16 bits a warp's tile is a whole
+    // stage, and three blocks would leave each warp one: 129 us instead of 126 at 32 x 4096.
     static constexpr int kBlocks = F::kBits == 16 ? 2 : 3;
     static constexpr int kRoom = (kAttendBytes / kBlocks - kFixed) / (kBytes + 16);
-    // A multiple of the stages that four tiles are, so that a slot belongs to the same warps for
-    // ever: else one that is ahead takes the slot's last round for its own (wait tells two rounds
-    // apart by their parity alone).
+    // A multiple of the stages that four tiles fill, so that a slot always belongs to the same
+    // warps: else a warp that is ahead could take the slot's previous round for its own, since a
+    // wait tells rounds apart by parity alone.
     static constexpr int kStep = kTakers / kShare;
     static constexpr int kStages = (kRoom < 8 ? kRoom : 8) / kStep * kStep;
     static constexpr int kItems = kStages * kBytes, kExchange = kItems + 2 * kItem;
@@ -41,9 +41,9 @@ struct AttendBlock {
     static_assert(kBytes % 128 == 0 && kStages > kStep, "ring");
 };
 
-constexpr float kLeastStep = 5.421010862427522e-20f;  // 2^-64: what has no step has no codes
+constexpr float kLeastStep = 5.421010862427522e-20f;  // 2^-64: a step of 0 has only codes 0
 
-// Which tokens count: [begin, length).
+// The tokens that are attended to: [begin, length).
 struct Span {
     int begin, length;
     BILLFISH_DEVICE bool has(int token) const { return token >= begin && token < length; }
@@ -59,7 +59,7 @@ struct Span {
 template <class T, class F, int kDim>
 struct Queries {
     u32 b[kDim / 32][4];
-    float unit[2], sum[2];  // of heads 2 c and 2 c + 1: what scores are multiplied by, and sum q
+    float unit[2], sum[2];  // of heads 2 c and 2 c + 1: factor of the scores, and sum of q
 
     BILLFISH_DEVICE void load(u32 from, int group, float scale) {
         const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -74,8 +74,8 @@ struct Queries {
             unit[0] = unit[1] = scale, sum[0] = sum[1] = 0;
             return;
         }
-        // fp16 for any T: a power of two brings the largest to [128, 256). Of 4-bit codes every
-        // second pair comes 16 times too large (see fragments), so its queries go 16 times smaller.
+        // fp16 for any T: a power of two brings the largest to [128, 256). Every second pair of
+        // 4-bit codes comes out 16 times too large (see Keys), so its queries are divided by 16.
 #pragma unroll
         for (int j = 0; j < kDim / 32; ++j) {
 #pragma unroll
@@ -123,7 +123,7 @@ BILLFISH_DEVICE void load_words(u32 (&to)[kWords], u32 from) {
 }
 
 // A lane's words of K of 16 tokens, and their scores: rows r and r + 8, heads 2 c and 2 c + 1.
-// Products take turns between two sums: one after the other they would wait 33 cycles each.
+// Products alternate between two accumulators: a chain on one would wait 33 cycles a product.
 template <class T, class F, int kDim>
 struct Keys {
     static constexpr int kRow = PageRecord<F, kDim>::kTokenBytes, kWords = kRow / 16;
@@ -136,7 +136,7 @@ struct Keys {
             const u32 row = from + half * 8 * kRow;
             if constexpr (F::kBits < 16) {
                 load_words(words[half], row);
-            } else {  // of odd tokens the two halves of 128 bytes have changed places
+            } else {  // odd tokens have the two halves of 128 bytes swapped (bank conflicts)
 #pragma unroll
                 for (int j = 0; j < kDim / 32; ++j) {
                     const uint4 v = load_smem_16((j % 2 ? row ^ 64 : row) + j / 2 * 128);
@@ -179,8 +179,8 @@ struct Keys {
 template <class T, class F, int kDim>
 struct Values {
     static constexpr int kNext = 8 * PageRecord<F, kDim>::kTokenBytes;  // the other 8 tokens
-    static constexpr int kWords = kDim == 64 && F::kBits == 4 ? 2 : 4;  // of a piece
-    static constexpr int kTiles = kWords * 8 / F::kBits;                // of 16 channels, of it
+    static constexpr int kWords = kDim == 64 && F::kBits == 4 ? 2 : 4;  // of 512 bytes
+    static constexpr int kTiles = kWords * 8 / F::kBits;                // of 16 channels, in them
     static constexpr int kPieces = kDim / 16 / kTiles;
     static constexpr int kLane = kWords * 4;  // bytes of a lane in a piece
     using N = typename F::template Number<T>;
@@ -193,7 +193,7 @@ struct Values {
             load_words(words[piece][1], from + kNext + piece * 512);
         }
     }
-    BILLFISH_DEVICE u32 seen() const {  // made of every load
+    BILLFISH_DEVICE u32 seen() const {  // depends on every load
         u32 all = 0;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
@@ -201,7 +201,7 @@ struct Values {
         return all;
     }
     BILLFISH_DEVICE void multiply(float (&o)[kDim / 16][4], const u32 (&b)[2],
-                                  const u32 (&keep)[2]) const {  // keep: 16 bits a token
+                                  const u32 (&keep)[2]) const {  // keep: a mask of 16 bits a token
 #pragma unroll
         for (int tile = 0; tile < kDim / 16; ++tile) {
             const u32(&low)[kWords] = words[tile / kTiles][0];
@@ -224,7 +224,7 @@ struct Values {
     }
 };
 
-// Running softmax of two heads a lane: the largest exponent so far, sums of weights, of weights
+// Online softmax of two heads a lane: the largest score so far, and the sums of weights, of weights
 // times V's low, and of weights times V's codes.
 template <int kDim>
 struct Sums {
@@ -247,7 +247,7 @@ struct Sums {
         }
     }
     template <class F>
-    BILLFISH_DEVICE void finish() {  // of all tokens of a head, codes with their low
+    BILLFISH_DEVICE void finish() {  // sums over the warp's tokens; adds low to the codes' sums
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             weight[i] = sum_over<32, 4>(weight[i]);
@@ -266,8 +266,8 @@ struct Sums {
     }
 };
 
-// Where a lane's numbers of a tile are, from the stage's beginning on. Told by shuffles: ptxas
-// makes what it can make of threadIdx anew for every tile, 12 instructions before the first load.
+// Offsets of a lane's numbers of a tile within a stage. The shuffles hide that they follow from
+// threadIdx: else ptxas recomputes them for every tile, 12 instructions before the first load.
 struct Lane {
     u32 number, k, v, grid;
     template <class T, class F, int kDim>
@@ -282,15 +282,15 @@ struct Lane {
     }
 };
 
-// 16 tokens from number `token` on, in shared memory at `stage`; kWhole: all of them count, else
-// one of them does. Arrives on `empty` as soon as all is in registers: see barrier_arrive_after.
+// 16 tokens from number `token` on, in shared memory at `stage`; kWhole: all are attended to, else
+// at least one is. Arrives on `empty` once all is in registers: see barrier_arrive_after.
 template <class T, class F, int kDim, bool kWhole>
 BILLFISH_DEVICE void take_tile(Sums<kDim>& sums, const Queries<T, F, kDim>& queries, Lane at,
                                u32 stage, u32 empty, int token, Span span) {
     using N = typename F::template Number<T>;
     const int r = at.number / 4, c = at.number % 4;
     const float none = __uint_as_float(0xff800000u);
-    float s[4], most[2], v_low[2], v_one[2] = {1, 1};  // one over V's step
+    float s[4], most[2], v_low[2], v_one[2] = {1, 1};  // 1 / V's step
     uint2 grid[2];
     Keys<T, F, kDim> keys;
     Values<T, F, kDim> values;
@@ -300,7 +300,7 @@ BILLFISH_DEVICE void take_tile(Sums<kDim>& sums, const Queries<T, F, kDim>& quer
         values.load(stage + at.v);
     }
     keys.multiply(s, queries.b);
-    if constexpr (F::kBits == 16) values.load(stage + at.v);  // where K's words were: 32 registers
+    if constexpr (F::kBits == 16) values.load(stage + at.v);  // into K's registers: 32 fewer
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const bool counts = kWhole || span.has(token + half * 8 + r);
@@ -309,12 +309,12 @@ BILLFISH_DEVICE void take_tile(Sums<kDim>& sums, const Queries<T, F, kDim>& quer
             const float step = fmaxf(T::to_float(grid[half].y & 0xffff), kLeastStep);
             k_step = T::to_float(grid[half].x & 0xffff), k_low = T::to_float(grid[half].x >> 16);
             v_step = log2_fast(step), v_one[half] = reciprocal_fast(step);
-            v_low[half] = counts ? T::to_float(grid[half].y >> 16) : 0;  // what is not there: NaN?
+            v_low[half] = counts ? T::to_float(grid[half].y >> 16) : 0;  // unwritten: maybe NaN
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float& score = s[half * 2 + i];
-            if constexpr (F::kBits < 16)  // of the weights that codes get: with V's step
+            if constexpr (F::kBits < 16)  // V's step is a factor of the weight: + log2
                 score = fmaf(score, k_step * queries.unit[i], fmaf(k_low, queries.sum[i], v_step));
             else
                 score *= queries.unit[i];
@@ -322,11 +322,11 @@ BILLFISH_DEVICE void take_tile(Sums<kDim>& sums, const Queries<T, F, kDim>& quer
             most[i] = half ? fmaxf(most[i], score) : score;
         }
     }
-    // Before the vote: behind it ptxas would put V's loads there, too.
+    // Before the vote: after it, ptxas would sink V's loads below it, too.
     const u32 seen = values.seen() ^ float_bits(most[0]);
     barrier_arrive_after(empty, __uint_as_float(seen), at.number == 0);
-    // Sums are brought to a new largest exponent only when it is 2^8 above the old one: weights of
-    // up to 256 do no harm, and mostly a vote is all there is to do.
+    // Sums are rescaled only when a score exceeds the old maximum by more than 8 (2^8): weights of
+    // up to 256 do no harm, and mostly the vote is all there is to do.
     if (ballot(most[0] > sums.most[0] + 8 || most[1] > sums.most[1] + 8)) {
         float by[2];
 #pragma unroll

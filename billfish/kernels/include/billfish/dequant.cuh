@@ -1,6 +1,6 @@
-// Nibbles -> numbers in the A fragment of mma.m16n8k16, by masks alone (MARLIN 3.4's bit tricks).
+// 4-bit codes -> numbers in the A fragment of mma.m16n8k16, by masks alone (MARLIN 3.4).
 //
-// A word of a brick (formats/layout.py) is a lane's whole fragment of one k16 step:
+// A word of a record (formats/layout.py, brick) is a lane's whole fragment of one k16 step:
 //
 //     bits 31..28 27..24 23..20 19..16 | 15..12 11..8  7..4   3..0
 //           a3     a2     a1     a0    |  a3     a2     a1     a0      a0: row r,     k, k + 1
@@ -8,13 +8,14 @@
 //                                                                      a2: row r,     k + 8, k + 9
 //                                                                      a3: row r + 8, k + 8, k + 9
 //
-// Nothing is subtracted and nothing scaled here. The tensor cores multiply the raw numbers
+// Zero point and scale are not applied here. The tensor cores multiply the raw numbers
 //
 //     raw(code) = unit * (offset + code)            sum raw x = unit * (sum code x + offset sum x)
 //
-// exactly, and sum x comes from one product more, with a fragment of raw(1) - raw(0). Zero point
-// and scale then meet fp32 sums once a group: 5 (fp16) or 7 (bf16) instructions for 8 weights, 9 or
-// 11 with a subtraction for each pair. Nothing is rounded before the sums; scales have any size.
+// exactly, and sum x comes from one more product, with a fragment of raw(1) - raw(0). Zero point
+// and scale are applied to the fp32 sums once a group: 5 (fp16) or 7 (bf16) instructions for 8
+// weights instead of 9 or 11 with a subtraction for each pair. Nothing is rounded before the sums,
+// and scales may have any size.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -40,8 +41,8 @@ struct Raw<Half> {
     }
 };
 
-// bf16 has fp32's exponents: a subnormal's product would be one, too. 0x4300 | n is 128 + n. With a
-// register to spare for the constant it is 7 instructions, else 11.
+// bf16 has fp32's exponents: products of subnormals would be subnormal, too. 0x4300 | n is 128 + n.
+// With a register to spare for the constant (kSpare) it is 7 instructions, else 11.
 template <>
 struct Raw<Bfloat> {
     static constexpr float kOffset = 128, kUpper = 1, kLower = 1;
@@ -55,7 +56,7 @@ struct Raw<Bfloat> {
     }
 };
 
-// What is to be subtracted for a code's zero point, 0 to 15: exact, without the slow conversion.
+// The raw number of a zero point, 0 to 15, as fp32: exact, without a slow conversion.
 template <class T>
 BILLFISH_DEVICE float raw_zero(u32 zero) {
     constexpr float kMagic = 8388608.0f;  // 2^23, 0x4b000000: the last bit is worth 1

@@ -6,7 +6,7 @@
 
 namespace billfish {
 
-// silu(gate) * up of two numbers each, rounded after every operator as torch does.
+// silu(gate) * up of two numbers each, rounded after every operation as torch does.
 template <class T>
 BILLFISH_DEVICE u32 swiglu(u32 gate, u32 up) {
     float silu[2];

@@ -38,7 +38,7 @@ struct Half {
         asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
         return v;
     }
-    // d (16, 8) += a (16, 16) b (16, 8), fp32 sums; formats/fragment.py says who holds what.
+    // d (16, 8) += a (16, 16) b (16, 8), fp32 sums; formats/fragment.py has the lanes' elements.
     static BILLFISH_DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
@@ -46,7 +46,7 @@ struct Half {
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-    // d = a b: the first of a sum, which spares setting d to zero.
+    // d = a b: the first product of a sum, without zeroing d.
     static BILLFISH_DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
@@ -79,7 +79,7 @@ struct Bfloat {
         asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
         return v;
     }
-#else  // a fused multiply-add is all that sm_80 has
+#else  // sm_80 has fma.bf16x2 only
     static BILLFISH_DEVICE u32 fma(u32 a, u32 b, u32 c) {
         u32 v;
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
@@ -95,7 +95,7 @@ struct Bfloat {
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-    // d = a b: the first of a sum, which spares setting d to zero.
+    // d = a b: the first product of a sum, without zeroing d.
     static BILLFISH_DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"

@@ -1,8 +1,9 @@
-// How K and V lie in a page of the cache: 64 tokens of one K head are one record, [K][V][grids].
+// Layout of a page of the KV cache: 64 tokens of one KV head are one record, [K][V][grids].
 //
-// K is token by token, V by groups of 8 tokens, both in the order in which lanes take fragments of
-// mma.m16n8k16 (engine/pool.py says where each number is), and each token's bits are bytes and
-// halves of its own, so that appending never reads. A grid is (step, low) of K, then of V.
+// K is stored token by token, V in groups of 8 tokens, both in the order in which lanes load
+// fragments of mma.m16n8k16 (engine/cuda/pool.py has the place of each number). No two tokens
+// share a byte of K or a halfword of V, so that appending never reads. A grid is (step, low) of K,
+// then of V.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -11,11 +12,11 @@ namespace billfish {
 
 constexpr int kPageTokens = 64;
 
-// kStageTokens: what is copied at once, 8 KB at 128 channels. Number: what is multiplied; codes are
-// fp16 subnormals whatever the model's type is.
+// kStageTokens: tokens of one stage, 8 KB at head_dim 128. Number: the type that is multiplied;
+// codes are fp16 subnormals whatever the model's type is.
 struct Kv4 {
     static constexpr int kBits = 4, kStageTokens = 64;
-    static constexpr u32 kFirst = 0x000f000fu;  // a pair of codes; the next are to its left
+    static constexpr u32 kFirst = 0x000f000fu;  // lowest code of each half; then those above
     template <class T>
     using Number = Half;
 };

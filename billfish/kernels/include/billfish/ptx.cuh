@@ -1,4 +1,4 @@
-// One PTX instruction, one wrapper, one sentence of when to use it. No asm outside this folder.
+// PTX instructions, one wrapper each, and when to use it. No asm outside this folder.
 // Raw addresses only: shared memory as a 32-bit address, global memory as a pointer.
 #pragma once
 
@@ -10,14 +10,14 @@ using u64 = unsigned long long;
 
 #define BILLFISH_DEVICE __device__ __forceinline__
 
-// -- places
+// -- addresses
 
 // The 32-bit address that all shared-memory instructions below take.
 BILLFISH_DEVICE u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// threadIdx.x, read anew: over a long loop it would cost a register.
+// threadIdx.x, read again: kept over a long loop it would cost a register.
 BILLFISH_DEVICE u32 thread_index() {
     u32 v;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
@@ -26,8 +26,8 @@ BILLFISH_DEVICE u32 thread_index() {
 
 // -- bits
 
-// a & mask | bits in one instruction. With two constants ptxas makes two of it, since a LOP3 has
-// room for one; here it puts `bits` into a register.
+// a & mask | bits in one instruction. With two immediates ptxas needs two, since a LOP3 takes one;
+// here it keeps `bits` in a register.
 BILLFISH_DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     u32 v;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
@@ -36,7 +36,7 @@ BILLFISH_DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
 
 // -- shared memory
 
-// A thread's own 16 bytes; free of bank conflicts where eight neighbours touch 128 distinct bytes.
+// 16 bytes a thread; no bank conflicts where eight neighbours touch 128 distinct bytes.
 BILLFISH_DEVICE uint4 load_smem_16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -62,8 +62,8 @@ BILLFISH_DEVICE u32 load_smem_2(u32 address) {
     return v;
 }
 
-// Four 8 x 8 matrices of 16-bit numbers: lane l names row l % 8 of matrix l / 8 (16 bytes) and
-// gets, of each, two neighbours of row l / 4. A B fragment of mma.m16n8k16 is two of them.
+// Four 8 x 8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8 (16
+// bytes) and gets, of each, two neighbours of row l / 4. Two are a B fragment of mma.m16n8k16.
 BILLFISH_DEVICE void load_matrices(u32 (&v)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
@@ -80,8 +80,8 @@ BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
                  "f"(v[2]), "f"(v[3]) : "memory");
 }
 
-// The reverse for one 8 x 8 matrix after the other, each turned: lane l names where column l % 8 of
-// matrix l / 8 goes (16 bytes), and gives of each two neighbours of row l / 4.
+// The reverse, each matrix transposed: lane l gives the address of column l % 8 of matrix l / 8 (16
+// bytes) and holds, of each, two neighbours of row l / 4.
 BILLFISH_DEVICE void store_matrices_turned(u32 address, const u32 (&v)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
@@ -91,7 +91,7 @@ BILLFISH_DEVICE void store_matrices_turned(u32 address, const u32 (&v)[4]) {
 
 // -- threads of a block
 
-// Meets kThreads threads of the block, whole warps; barrier 0 is __syncthreads'.
+// Synchronises kThreads threads of the block, whole warps; barrier 0 is __syncthreads'.
 template <int kBarrier, int kThreads>
 BILLFISH_DEVICE void sync_some() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
@@ -99,28 +99,28 @@ BILLFISH_DEVICE void sync_some() {
 
 // -- asynchronous copies, sm_80: 16 bytes a thread (MARLIN 3.4)
 
-// Weights are used once: evict them first, so that activations stay in L2 (MARLIN 3.4).
+// For weights that are read once, so that activations stay in L2 (MARLIN 3.4).
 BILLFISH_DEVICE u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Weights that other blocks read, too.
+// For weights that other blocks read, too.
 BILLFISH_DEVICE u64 keep_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Copies 16 bytes past L1; `bytes` < 16 fills the rest with zeros (tails of k).
+// Copies 16 bytes, not through L1; with `bytes` < 16 the rest is zero (tails of k).
 BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u32 bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-// The same with a cache policy. Not on sm_90, where bulk copies carry policies anyhow: ptxas 13.0
-// makes an illegal instruction of a policy and a uniform part of the shared-memory address.
+// The same with a cache policy, which sm_90 ignores (bulk copies have policies there): ptxas 13.0
+// emits an illegal instruction for a policy with a uniform part of the shared-memory address.
 BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u64 policy) {
 #if __CUDA_ARCH__ < 900
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -130,16 +130,16 @@ BILLFISH_DEVICE void copy_async_16(u32 to, const void* from, u64 policy) {
 #endif
 }
 
-// Closes a stage; stages complete in order.
+// Closes a group of copies; groups complete in order.
 BILLFISH_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's newest stages are still under way.
+// Waits until at most kPending of this thread's newest groups are in flight.
 template <int kPending>
 BILLFISH_DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// -- global memory as a place to meet (sm_80's stripes)
+// -- split-K workspaces in global memory
 
 BILLFISH_DEVICE u32 load_acquire(const u32* pointer) {
     u32 v;
@@ -147,7 +147,7 @@ BILLFISH_DEVICE u32 load_acquire(const u32* pointer) {
     return v;
 }
 
-// Past L1, which does not see what other SMs have stored.
+// Not through L1, which does not see other SMs' stores.
 BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -167,20 +167,20 @@ BILLFISH_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes fresh barriers known to the copy engine and to the other blocks of the cluster.
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
 BILLFISH_DEVICE void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// For threads whose loads have been used: see below.
+// Only after this thread's loads have been used: see barrier_arrive_after.
 BILLFISH_DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// If `mine`, arrives once `seen` is there, a number made of all that this thread's warp has read. A
-// plain arrive overtakes loads from shared memory that were issued before it: ptxas lets it, and a
-// bulk copy that the arrive allowed then changed what they read (LOG 2026-11-15). Whatever the
-// comparison says there is one arrival; what counts is that it is made.
+// If `mine`, arrives once `seen` is there, a number that depends on all that this thread's warp has
+// read. A plain arrive may overtake earlier loads from shared memory (ptxas reorders them), and the
+// bulk copy that it permits then changed what they read (LOG 2026-11-15). Whatever the comparison
+// yields there is one arrival; the data dependency is what counts.
 BILLFISH_DEVICE void barrier_arrive_after(u32 barrier, float seen, bool mine) {
     asm volatile(
         "{\n .reg .pred p, q, r;\n"
@@ -191,13 +191,13 @@ BILLFISH_DEVICE void barrier_arrive_after(u32 barrier, float seen, bool mine) {
         ::"r"(barrier), "f"(seen), "r"(static_cast<u32>(mine)) : "memory");
 }
 
-// Arrives, and adds bytes that copies have yet to bring before the phase can end.
+// Arrives, and adds the bytes that copies must bring before the phase completes.
 BILLFISH_DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-// Arrives once all cp.async of this thread so far have landed; counted in barrier_init.
+// Arrives once all cp.async of this thread so far are complete; barrier_init must count it.
 BILLFISH_DEVICE void barrier_arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -226,12 +226,12 @@ BILLFISH_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier,
         : "memory");
 }
 
-// A tensor in global memory and the boxes it is copied in, as the driver encodes them: CUtensorMap.
+// CUtensorMap: a tensor in global memory and the boxes it is copied in, as the driver encodes them.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// The box at `column`, `row`; zeros for what is outside.
+// The box at `column`, `row`; zeros outside the tensor.
 BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -259,7 +259,7 @@ BILLFISH_DEVICE u32 cluster_count() {
     return v;
 }
 
-// Relaxed: enough for barriers, which have a fence of their own; a release costs a membar.gpu.
+// Relaxed: enough for mbarriers, which have a fence of their own; release costs a membar.gpu.
 BILLFISH_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -268,14 +268,14 @@ BILLFISH_DEVICE void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same place in the shared memory of block `rank` of this cluster.
+// The same address in the shared memory of block `rank` of this cluster.
 BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
     u32 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
     return v;
 }
 
-// Stores 8 bytes in another block and counts them on that block's barrier: no fence, no flag.
+// Stores 8 bytes in another block's shared memory and counts them on its barrier: needs no fence.
 BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
@@ -296,12 +296,12 @@ BILLFISH_DEVICE void sleep_nanoseconds(u32 about) {
 
 // -- programmatic dependent launch, sm_90
 
-// Lets the next kernel of the stream start; its own dependency_wait still waits for our end.
+// Lets the next kernel of the stream start; its dependency_wait still waits for this one's end.
 BILLFISH_DEVICE void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Returns when all earlier kernels have ended and their stores are visible. Weights do not need it.
+// Returns when all earlier kernels have ended and their stores are visible. Not needed for weights.
 BILLFISH_DEVICE void dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 #endif

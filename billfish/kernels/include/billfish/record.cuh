@@ -1,12 +1,12 @@
-// A record: 64 outputs x 128 inputs of packed weights with their scales, one contiguous piece of
-// memory (schemes/w4a16/arrange.py writes it). And the product of a warp with one of its halves.
+// A record: 64 outputs x 128 inputs of packed weights with scales and zero points, contiguous in
+// memory (schemes/w4a16/cuda/arrange.py writes it); and a warp's product with half of one.
 //
 //     4096 B   words    [k64 (2)][n16 (4)][lane (32)][k16 step (4)]    a lane has 16 bytes
 //      128 B   scales   [half (2)][quad (8)][row q, q + 8, q + 16, q + 24]    for each group
 //       32 B   zeros    the same, 4 bits each; asymmetric only                for each group
 //
-// QUICK 3: words lie as the fragment wants them, so dequantised weights go from registers straight
-// to the tensor cores; nothing is written back to shared memory and no ldmatrix is needed.
+// QUICK 3: words are in fragment order, so that decoded weights go from registers straight to the
+// tensor cores; nothing is written back to shared memory, and no ldmatrix is needed.
 #pragma once
 
 #include "billfish/dequant.cuh"
@@ -26,9 +26,9 @@ struct Record {
     static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
 };
 
-// Activations of 128 inputs in shared memory: [k64 (2)][token] lines of 128 bytes, 8 chunks of 8
-// numbers, whose order is XORed with the token (MARLIN's XOR; the tensor cores' own 128-byte
-// swizzle). Eight tokens' chunks of the same inputs then lie in different banks.
+// Activations of 128 inputs in shared memory: [k64 (2)][token] lines of 128 bytes. The index of
+// each 16-byte chunk is XORed with the token (MARLIN's XOR, which is TMA's 128-byte swizzle): the
+// same inputs of eight tokens lie in different banks.
 constexpr int kXLine = 128;
 
 constexpr BILLFISH_DEVICE int x_bytes(int tokens) { return 2 * tokens * kXLine; }
@@ -38,8 +38,8 @@ BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {  // chunk of 16
     return (chunk / 8 * kTokens + token) * kXLine + ((chunk ^ token) % 8 << 4);
 }
 
-// Where a lane finds its own: addresses in shared memory, found once a kernel and moved from stage
-// to stage. Activations begin on a multiple of 128 bytes.
+// Addresses of a lane's operands in shared memory, computed once a kernel and moved from stage to
+// stage. Activations begin on a multiple of 128 bytes.
 template <int kTokens>
 struct LanePlaces {
     u32 words, x;
@@ -53,8 +53,8 @@ struct LanePlaces {
     BILLFISH_DEVICE void move(u32 by) {  // to another stage of a ring
         words += by, x += by;
     }
-    // Of a quad's four outputs; `bytes` for the eight quads of a half. Found anew for each group:
-    // kept, they would cost registers that the products need. Warps take halves in turn.
+    // Scales or zeros of a quad's four outputs; `bytes` for the eight quads of a half. Recomputed
+    // for each group: kept, they would cost registers. Warp i has half i % 2.
     BILLFISH_DEVICE u32 of_quad(int offset, int bytes) const {
         const u32 thread = thread_index(), lane = thread % 32, half = thread / 32 % 2;
         const u32 record = words - half * 2 * kBrickBytes - lane * 16;
@@ -67,13 +67,12 @@ struct LanePlaces {
     }
 };
 
-// acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() once
-// after all of k brings it to units of the output.
+// acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() after
+// all of k divides by the raw unit.
 //
-// A warp takes one half of the record's 64 outputs. Every warp sums x for itself: a warp that did
-// it for all, and a barrier, were slower (LOG 2026-11-15). The order of all sums is the same for
-// every kTokens. `release` is called at the end with a number that depends on every byte of the
-// record that was read.
+// A warp takes one half of the record's 64 outputs. Every warp sums x itself: one warp that did it
+// for all, with a barrier, was slower (LOG 2026-11-15). The order of all sums is the same for every
+// kTokens. `release` is called at the end with a number that depends on every byte read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
 BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][kTokens / 8][4],
                               Release release) {
@@ -81,10 +80,10 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
     constexpr int kBlocks = kTokens / 8;
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
-    constexpr bool kFew = kGroup == 32 && kTokens == 16;  // registers: 96 let two blocks on an SM
+    constexpr bool kFew = kGroup == 32 && kTokens == 16;  // 96 registers: two blocks an SM
     float part[2][kBlocks][4], total[kBlocks][4];  // sums of raw weights times x, and of x
-    // One pass of 64 inputs at a time where a group ends within it: both at once need more
-    // registers than let two blocks on an SM.
+    // Not unrolled where a group ends within 64 inputs: both halves at once need more registers
+    // than two blocks an SM leave.
 #pragma unroll kGroup == 128 ? 2 : 1
     for (int k64 = 0; k64 < 2; ++k64) {
         u32 word[2][4];
@@ -137,7 +136,7 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
                 }
             }
             if (!last) continue;
-            if (kFew) __syncwarp();  // or ptxas has so much at hand that it spills
+            if (kFew) __syncwarp();  // limits what ptxas hoists; without it, it spills
 #pragma unroll
             for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
                 const u32 half = row / 2 ? bits.y : bits.x;
@@ -157,8 +156,8 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
     release(acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0]);
 }
 
-// The same with decoded weights, for more tokens: a weight costs more instructions, a sum none but
-// its product. Nothing is left to finish.
+// The same with weights decoded in registers, for more tokens: more instructions a weight, none a
+// sum but the product itself. Needs no finish().
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens>
 BILLFISH_DEVICE void multiply_decoded(const LanePlaces<kTokens>& places,
                                       float (&acc)[2][kTokens / 8][4]) {

@@ -1,11 +1,11 @@
-// What lanes of a warp tell each other, and the quick functions of the special unit.
+// Warp shuffles and reductions, the approximate functions of the special function unit, atomics.
 #pragma once
 
 #include "billfish/ptx.cuh"
 
 namespace billfish {
 
-// The value of the lane whose number differs in the bits of `mask`; all 32 lanes take part.
+// The value of lane `lane ^ mask`; all 32 lanes take part.
 BILLFISH_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 BILLFISH_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 
@@ -13,12 +13,12 @@ BILLFISH_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0
 BILLFISH_DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
 BILLFISH_DEVICE float shuffle(float v, int lane) { return __shfl_sync(~0u, v, lane); }
 
-// Which lanes say yes, a bit each.
+// A bit for each lane whose `yes` is true.
 BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
 
 BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
 
-// 16 bytes that an earlier kernel may just have written: past the read-only path.
+// 16 bytes that an earlier kernel may just have written: not through the read-only path.
 BILLFISH_DEVICE uint4 load_global_bits_16(const void* pointer) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -26,10 +26,10 @@ BILLFISH_DEVICE uint4 load_global_bits_16(const void* pointer) {
     return v;
 }
 
-// 16 bytes of a table that was there before this kernel was launched.
+// 16 bytes that were written before this kernel was launched: through the read-only path.
 BILLFISH_DEVICE uint4 load_table_16(const uint4* pointer) { return __ldg(pointer); }
 
-// Over lanes that differ in bits below kSpan, from bit kStep on: all of them get the result.
+// Butterfly over lanes that differ in the bits kStep .. kSpan / 2; all of them get the result.
 template <int kSpan = 32, int kStep = 1>
 BILLFISH_DEVICE float sum_over(float v) {
 #pragma unroll
@@ -49,8 +49,8 @@ BILLFISH_DEVICE float min_over(float v) {
     return v;
 }
 
-// An 8 x 8 matrix of 16-bit numbers, lane l holding two neighbours of row l / 4, turned: how sums
-// of one product become the B fragment of the next.
+// Transposes an 8 x 8 matrix of 16-bit numbers, lane l holding two neighbours of row l / 4: sums of
+// one product become the B fragment of the next.
 BILLFISH_DEVICE u32 turn_matrix(u32 v) {
     u32 turned;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(v));
@@ -80,9 +80,8 @@ BILLFISH_DEVICE float rsqrt_fast(float x) {
     return v;
 }
 
-// Adds, and tells what was there; all that this thread has stored before is visible to whoever sees
-// the sum. What others had stored before theirs is to this thread after a fence_gpu once the answer
-// has been read: in one (acq_rel) it would have to be waited for at once.
+// Adds and returns the old value, with release semantics. The acquire side is a fence_gpu after the
+// result has been read: acq_rel in one instruction would wait for the result at once.
 BILLFISH_DEVICE u32 add_release(u32* pointer, u32 value) {
     u32 before;
     asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"

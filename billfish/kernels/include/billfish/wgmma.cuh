@@ -1,5 +1,5 @@
-// wgmma: a warpgroup's product, 64 outputs x 16 inputs in registers times 16 inputs x N tokens in
-// shared memory, asynchronous. Of a group in flight neither sums nor fragments may be touched.
+// wgmma: a warpgroup's asynchronous product of 64 outputs x 16 inputs in registers and 16 inputs x
+// N tokens in shared memory. Sums and fragments of a group in flight must not be touched.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -8,7 +8,7 @@ namespace billfish {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// Before the first product, and after registers of it were written.
+// Before the first product, and after registers that a product uses were written.
 BILLFISH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes a group of products.
@@ -22,7 +22,7 @@ BILLFISH_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Moves registers of a block from warpgroups that copy to those that multiply.
+// Moves registers from the warpgroup that copies to those that multiply.
 template <int kRegisters>
 BILLFISH_DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -32,14 +32,14 @@ BILLFISH_DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// What describes x to the tensor cores: lines of 128 bytes (64 inputs) a token, 8 tokens in 1024
-// bytes, chunks XORed with the token (128-byte swizzle). 16 inputs on is 32 bytes on.
+// The shared-memory descriptor of x: lines of 128 bytes (64 inputs) a token, 8 tokens in 1024
+// bytes, 128-byte swizzle. The next 16 inputs are 32 bytes further on.
 BILLFISH_DEVICE u64 x_descriptor(u32 address) {
     constexpr u64 kSwizzle128 = 1ull << 62, kEightTokens = static_cast<u64>(1024 >> 4) << 32;
     return kSwizzle128 | kEightTokens | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Sums are outputs: %0 to %(N / 2 - 1); then come the fragment and the description of x.
+// Operands: sums are %0 to %(N / 2 - 1); then the fragment and the descriptor of x.
 // clang-format off
 #define BILLFISH_NAMES_8 \
     "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -101,8 +101,7 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
     BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68)         \
     BILLFISH_WGMMA(TAG, TYPE, 256, 128, 128, 129, 130, 131, 132)
 
-// d (64, 2 R) += a (64, 16) x^T (16, 2 R); d is spread like mma's, 16 outputs a
-// warp.
+// d (64, 2 R) += a (64, 16) x^T (16, 2 R); d is distributed like mma's, 16 outputs a warp.
 BILLFISH_WIDTHS(Half, f16)
 BILLFISH_WIDTHS(Bfloat, bf16)
 // clang-format on

@@ -1,19 +1,18 @@
 // w4a16_batch: y (m, n) = x (m, k) W^T for m > 16 on the tensor cores of sm_90a.
 //
-// Weights are the left operand of wgmma and come from registers: a lane's 16 bytes of a record are
-// its own fragments there, too (QUICK), so a record serves every m. x is the right operand and
-// lies in shared memory as the tensor cores want it. Weights are decoded once a tile, exactly:
-// integers minus zero points, times the scale, rounded once.
+// Weights are wgmma's A operand, from registers: a lane's 16 bytes of a record are its own
+// fragments here, too (QUICK), so that one record serves every m. x is the B operand, in shared
+// memory. Weights are decoded once a tile: (code - zero point) * scale, rounded once.
 //
-//     tile         128 kBands outputs x kTokens tokens
-//     block        takes whole tiles, then its stripe of those that are split (MARLIN 3.4)
-//     warps 0, 1   bulk copies of records, `stages` deep and begun before the previous kernel has
-//                  ended (PDL); tensor copies of x, swizzled on their way, once it has. Neither
-//                  waits for the end of a tile
-//     warps 4-11   two warpgroups, kBands bands of 64 outputs each: while the tensor cores multiply
-//                  64 inputs of a band, the next ones' weights are decoded
-//     stripes      who has a tile's first inputs adds the others' sums in the order of k: the same
-//                  bits in every run
+//     tile         128 kBands outputs x kTokens tokens; a band is 64 outputs, the n of a record
+//     block        takes whole tiles, then its stripe of those that are split along k (MARLIN 3.4)
+//     warps 0, 1   producers: bulk copies of records, `stages` deep, issued before the previous
+//                  kernel has ended (PDL), and TMA copies of x once it has. Both run ahead across
+//                  the ends of tiles
+//     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
+//                  inputs of a band, the weights of the next 64 are decoded
+//     split-K      the block with a tile's first inputs adds the other blocks' sums in the order of
+//                  k: the same bits in every run
 #pragma once
 
 #include "billfish/gate.cuh"
@@ -22,14 +21,14 @@
 
 namespace billfish {
 
-constexpr int kTeamThreads = 128;  // of a warpgroup
-constexpr int kTeams = 2;          // that multiply
+constexpr int kTeamThreads = 128;  // a warpgroup
+constexpr int kTeams = 2;          // warpgroups that multiply
 constexpr int kBatchThreads = (1 + kTeams) * kTeamThreads;
 
-// Two blocks on an SM: one of them may belong to the next kernel and fetch its weights.
+// Whether two blocks fit on an SM: one may belong to the next kernel and prefetch its weights.
 constexpr BILLFISH_DEVICE bool two_fit(int tokens, int bands) { return tokens <= 64 && bands == 1; }
 
-// One stage of the ring: 128 inputs. x first: the swizzle wants multiples of 1024 bytes.
+// One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct BatchStage {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
@@ -37,10 +36,10 @@ struct BatchStage {
     static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
 };
 
-// Shared memory: [barriers, 1 KB][stages][a place for each warp to turn 16 x 16 results].
+// Shared memory: [barriers, 1 KB][stages][for each warp a buffer to transpose 16 x 16 results].
 constexpr int kBatchBarrierBytes = 1024, kMostBatchStages = 8;
 
-// What lies where, from the first byte on.
+// Addresses within it.
 struct BatchPlaces {
     u32 base;
     BILLFISH_DEVICE u32 full(int slot) const { return base + 8 * slot; }
@@ -48,19 +47,19 @@ struct BatchPlaces {
     BILLFISH_DEVICE u32 ring() const { return base + kBatchBarrierBytes; }
 };
 
-constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // 16 bytes more: no bank conflicts
+constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 bytes: no bank conflicts
 
-// What a block works on, part by part: inputs [first, first + count) of `tile`, in tiles of 128.
-// Whole tiles first, every gridDim.x-th; then its stripe of what is left, laid end to end, which
-// begins and ends anywhere. Stripes are numbered backwards: a block waits for sums of stripes
-// behind its own only, of blocks that have been started before it.
+// A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
+// every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
+// and are cut anywhere. Stripes are numbered backwards: a block waits only for sums of the stripes
+// after its own, whose blocks were started before it.
 struct Walk {
     int k_tiles, whole, tiles;
     int part = -1, tile = 0, first = 0, count = 0;
     BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
         : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
-    // Where the stripe begins that is `behind` stripes behind this block's. The first ones are
-    // longer by one where it does not come out even.
+    // The first unit of the stripe `behind` stripes after this block's. The first stripes are one
+    // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
         const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
         const int units = (tiles - whole) * k_tiles, each = units / blocks;
@@ -84,8 +83,8 @@ struct Walk {
     }
 };
 
-// Tiles go through up to kAbreast tiles of tokens first, then along the outputs: those that run at
-// the same time share x and weights in L2.
+// Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
+// at the same time share x and weights in L2.
 constexpr int kAbreast = 8;
 
 struct TilePlace {
@@ -97,7 +96,7 @@ struct TilePlace {
     }
 };
 
-// Scale and zero point of a lane's two outputs of 16, r and r + 8, each twice in a register.
+// Scale and zero point of a lane's two outputs of 16, r and r + 8, in both halves of a register.
 struct Grain {
     u32 scale[2], zero[2];
     template <class T, class R>
@@ -119,7 +118,7 @@ struct Grain {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// A slot of the ring, from stage to stage.
+// A slot of the ring and the parity of its barriers.
 struct Slot {
     int index = 0;
     u32 parity;
@@ -129,8 +128,8 @@ struct Slot {
     }
 };
 
-// The records that a block wants, up to `stages` ahead; one thread. A stage's barrier hears from
-// here how many bytes to wait for, those of x among them.
+// Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
+// stage's barrier expects, those of x included.
 template <class Stage, int kTokens, int kBands>
 BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
                                   Walk walk, int stages, BatchPlaces places) {
@@ -158,7 +157,7 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
     }
 }
 
-// The x that a block wants; one thread.
+// Producer of the block's x; one thread.
 template <class Stage, int kTokens>
 BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,
                             BatchPlaces places) {
@@ -171,7 +170,7 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk w
             const u32 to = places.ring() + slot.index * Stage::kBytes;
             barrier_wait(places.empty(slot.index), slot.parity);
 #pragma unroll
-            for (int k64 = 0; k64 < 2; ++k64)  // zeros for tokens and inputs that are not there
+            for (int k64 = 0; k64 < 2; ++k64)  // zeros past the last token and input
                 copy_tensor(to + k64 * kTokens * kXLine, x, i * kRecordK + k64 * 64, token,
                             places.full(slot.index));
             slot.next(stages);
@@ -179,9 +178,9 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk w
     }
 }
 
-// Results of 16 rows x kTokens of a warp, turned so that a token's outputs lie side by side. Gated:
-// a thread has gates r and their ups, rows r + 8, so that 8 outputs are left, in the first of a
-// token's two places. (n / 2 by itself would be kept in a register over all tiles, and spill.)
+// Epilogue: a warp's 16 rows x kTokens results, transposed so that a token's outputs are
+// contiguous. Gated: a thread has gates r and their ups, rows r + 8; 8 outputs remain, in the first
+// half of a token's line. (n / 2 as a variable would live in a register over all tiles, and spill.)
 template <class T, int kTokens>
 BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* bias, u16* out,
                                    int m, int n, int token_0, int row_0, bool gated, u32 turn,
@@ -222,8 +221,8 @@ BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* b
     }
 }
 
-// Where blocks leave sums of parts of tiles: of each block kSums / 4 x 256 threads x 16 bytes, and
-// a flag for each warp, which waits for the same warp of another block and for nobody else.
+// Split-K workspace: partial sums of tiles, of each block kSums / 4 x 256 threads x 16 bytes, and a
+// flag for each warp, which waits only for the same warp of another block.
 template <int kSums>
 struct MeetingPlace {
     float* sums;
@@ -239,7 +238,7 @@ struct MeetingPlace {
         __syncwarp();
         if (lane == 0) store_release(flags, 1);
     }
-    // Adds what `others` blocks before this one have left, the nearest first.
+    // Adds the sums of the `others` blocks before this one, the nearest first.
     BILLFISH_DEVICE void collect(float* acc, int others, int lane) {
         constexpr int kAtOnce = kSums <= 16 ? 4 : 1;
         for (int i = lane + 1; i <= others; i += 32)
@@ -262,12 +261,12 @@ struct MeetingPlace {
 
 #endif
 
-// `records` is (bands, k tiles) records, `x` describes (m, k) in boxes of 64 inputs x kTokens
-// tokens, `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The
-// next kernel may start `early` where every SM has a block, or room for one only; else when all has
-// been fetched: its blocks would crowd on the SMs that are free, and wait for each other afterwards
-// (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38). `gated`: of every 16 rows the first 8
-// are gates and the others their ups (gated.py), and `out` is (m, n / 2).
+// `records` is (bands, k tiles) records, `x` maps (m, k) in boxes of 64 inputs x kTokens tokens,
+// `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The next
+// kernel may start `early` where every SM has a block, or room for one only; else once all is
+// fetched, because its blocks would crowd on the free SMs and then wait for each other (8192 x
+// 8192, 64 tokens, whole tiles: 58 us instead of 38). `gated`: of every 16 rows the first 8 are
+// gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
@@ -285,7 +284,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(places.full(i), 1);            // bytes do the rest
+            barrier_init(places.full(i), 1);            // and the bytes of the copies
             barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
         }
         barrier_init_fence();
@@ -301,7 +300,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<Stage, kTokens>(x, m_tiles, n_tiles, walk, stages, places);
-            if (!early) launch_dependents();  // the first thread that does counts for its block
+            if (!early) launch_dependents();  // the first call of a block counts
         }
         return;
     }
@@ -314,7 +313,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     while (walk.next()) {
         float acc[kBands][kTokens / 2] = {};
         {
-            u32 a[2][4][4];  // fragments of 64 inputs: in flight, and the next ones
+            u32 a[2][4][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
             for (int i = 0; i < walk.count; ++i) {
                 const u32 stage = places.ring() + slot.index * Stage::kBytes;
                 const u64 x_at = x_descriptor(stage);
@@ -358,7 +357,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             continue;
         }
         int others = 0;
-        for (int have = walk.count; have < k_tiles; ++others)  // the last one may go on elsewhere
+        for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
             have += walk.stripe(others + 2) - walk.stripe(others + 1);
         if (others > 0) here.collect(&acc[0][0], others, lane);
         const TilePlace place(walk.tile, m_tiles, n_tiles);

@@ -1,20 +1,21 @@
 // w4a16_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, sm_90.
 //
-// Every cluster gets the same share of the outputs, in bands of 64, and its blocks share the
-// inputs: MARLIN's stripes, cut so that a stripe never leaves its cluster. The reduction then needs
-// no lock and no workspace, only the neighbour's shared memory, and every SM streams as many bytes.
+// Every cluster gets the same share of the outputs, in bands of 64, and its two blocks split the
+// inputs: MARLIN's stripes, chosen so that a stripe never leaves its cluster. The split-K reduction
+// then needs no locks and no workspace, only distributed shared memory, and every SM streams the
+// same number of bytes.
 //
 //     cluster c of C:  bands [c, c + 1) / C, in passes of at most kBands
 //     block r of 2:    inputs [r, r + 1) / 2 of each pass, in slices of 128
 //
-//     warp 0       bulk copies of records, `stages` deep; the first are under way before the
-//                  previous kernel has ended (PDL): weights do not depend on it
-//     warp 1       activations of each stage, once the previous kernel has ended
-//     warps 2-9    32 outputs x 128 inputs at a time
-//     at the end   partial sums go to the block that owns the outputs (st.async), which adds them
-//                  in the order of k: the same bits in every run, for every m, beside any other row
+//     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
+//                  previous kernel has ended (PDL), since weights do not depend on it
+//     warp 1       producer: activations of each stage, once the previous kernel has ended
+//     warps 2-9    consumers: 32 outputs x 128 inputs at a time
+//     reduction    partial sums go to the block that owns the outputs (st.async), which adds them
+//                  in the order of k: the same bits in every run, for every m and batch
 //
-// Two blocks fit on an SM: one that computes, and one of the next kernel that fetches its weights.
+// Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
 
 #include "billfish/gate.cuh"
@@ -27,8 +28,8 @@ constexpr int kCluster = 2;  // the only size that reaches every SM: GPCs have o
 constexpr int kFirstMathWarp = 2;
 constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
-// One stage of the ring: four records, of one, two or four bands. Each math warp has one half of
-// one of them, and there is one round of barriers for 16 KB: for 8 KB, 28672 x 8192 took 35.5 us
+// One stage of the ring: four records, of one, two or four bands. Each math warp takes half a
+// record, and there is one round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us
 // instead of 30.1.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
@@ -39,15 +40,15 @@ struct DecodeStage {
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
-// Shared memory: [barriers, 256 B][stages][partial sums, twice]. tile.py counts the same.
+// Shared memory: [barriers, 256 B][stages][partial sums, two buffers]. tile.py counts the same.
 constexpr int kBarrierBytes = 256;
 
-// A place in the ring and the parity its barriers are waited for. A waiter must not skip a stage:
-// copies arrive out of order, and a parity does not tell the next round from the one before.
+// A slot of the ring and the parity its barriers are waited for. A warp must not skip a stage:
+// copies arrive out of order, and parity does not tell the next round from the previous one.
 struct Slot {
     int index = 0;
     u32 parity = 0;
-    BILLFISH_DEVICE bool advance(int stages) {  // true: from the last place to the first
+    BILLFISH_DEVICE bool advance(int stages) {  // true: it wrapped around
         if (++index != stages) return false;
         index = 0, parity ^= 1;
         return true;
@@ -56,7 +57,7 @@ struct Slot {
 
 #if __CUDA_ARCH__ >= 900
 
-// What a block has to do. Asked again wherever it is needed: kept, it would cost the inner loop
+// A block's share of the work. Recomputed wherever it is needed: kept, it would cost the inner loop
 // registers, and special registers are cheap to read.
 struct Share {
     int rank, first_band, bands, most_bands, k_begin, span;
@@ -71,11 +72,11 @@ struct Share {
         span = k_tiles * (rank + 1) / kCluster - k_begin;
     }
     BILLFISH_DEVICE int passes(int most) const { return (bands + most - 1) / most; }
-    // Bands before pass `pass` of `passes`: as even as can be.
+    // Bands before pass `pass` of `passes`, as even as possible.
     BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
 };
 
-// A warp that multiplies: in slice `sub` of a stage, `within` 32 outputs. Asked again like a share.
+// A math warp: slice `sub` of a stage, the `within`-th 32 outputs. Recomputed like Share.
 template <int kWarpsN>
 struct Worker {
     int lane, index, sub, within, band;
@@ -86,9 +87,9 @@ struct Worker {
     }
 };
 
-// A block with nothing to do stays about as long as others need: an SM with both places free would
-// get two blocks of one of the next kernels, which then wait for that SM (9.4 us became 13.3 for
-// 14336 x 4096, where 64 bands meet 66 clusters). A record takes 128 ns of an SM's bandwidth.
+// A block without work stays about as long as the others need: an SM with both slots free would get
+// two blocks of a later kernel, which then waits for that SM (9.4 us became 13.3 for 14336 x 4096,
+// 64 bands on 66 clusters). A record takes 128 ns of an SM's bandwidth.
 BILLFISH_DEVICE void linger(int records) {
     dependency_wait();
     for (const u64 begin = nanoseconds(); nanoseconds() - begin < 100u * records;)
@@ -121,7 +122,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's part of x
+            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
             barrier_init(empty + 8 * i, kMathWarps);
         }
         barrier_init(reduced, 1);
@@ -211,11 +212,11 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
     }
     Slot slot;
-    cluster_wait();     // before the first store into a neighbour
-    dependency_wait();  // without x there is nothing to do, and waiting here polls nothing
+    cluster_wait();     // the other block's barriers must exist before the first remote store
+    dependency_wait();  // rather than polling a barrier until x arrives
     for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
-        int rounds, mine;  // of the ring, and those in which this warp has something to do
+        int rounds, mine;  // stages, and those in which this warp has work
         {
             const Share share(n, k_tiles);
             const Worker<kWarpsN> me;
@@ -237,9 +238,10 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 
-        // MARLIN 3.4: partial sums meet once a tile. Two buffers, and all warps have read one
-        // before the first sends its sums of the next pass: whoever writes the next but one has
-        // seen sums of the next from both blocks (tests/kernels/test_decode_protocol.py).
+        // Partial sums are reduced once a tile (MARLIN 3.4). With two buffers a block can be one
+        // pass ahead: all its warps have read a buffer before any sends sums of the next pass, and
+        // whoever writes that buffer again has sums of the next pass from both blocks
+        // (tests/kernels/test_decode_protocol.py).
         constexpr int kSumsBytes = kSlices * kBands * kRecordN * kTokens * 4;
         const Share share(n, k_tiles);
         const Worker<kWarpsN> me;
@@ -282,7 +284,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
 #pragma unroll
             for (int i = 0; i < kCluster * kSlices; ++i) total += part[i];
-            if (gated) {  // n is a multiple of 16. As n / 2 it would be kept in a register: spills
+            if (gated) {  // n is a multiple of 16; n / 2 would cost a register, and spill
                 const float up = shuffle_xor(total, 8);
                 const u32 y = swiglu<T>(T::from_float(total), T::from_float(up));
                 if (me.lane % 16 < 8 && first + row < n)

@@ -1,6 +1,6 @@
 // w4a16_panel: records -> decoded weights (rows, k) in the activations' type, each rounded once.
 //
-// What many tokens multiply with a library's matrix product; and the simplest reader of a record.
+// For products of many tokens by a library's GEMM; and the simplest reader of a record.
 #pragma once
 
 #include "billfish/record.cuh"
@@ -46,7 +46,7 @@ w4a16_panel(const unsigned char* __restrict__ records, u16* __restrict__ out, in
             }
         }
     }
-    // Through shared memory, so that rows are stored in one piece.
+    // Through shared memory, so that stores are coalesced along a row.
     constexpr int kStride = kRecordK + 8;  // numbers; a quad's rows lie in different banks
     __shared__ __align__(16) u16 tile[kRecordN * kStride];
 #pragma unroll

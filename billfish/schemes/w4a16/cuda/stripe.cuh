@@ -1,14 +1,14 @@
 // w4a16_stripe: y (m, n) = x (m, k) W^T for m <= 64 in one launch, sm_80 to sm_89.
 //
-// MARLIN 3.4: a ring of cp.async stages, warps that share inputs where a tile is narrow, and
-// stripes of equal length over tiles of outputs, whose sums meet in global memory. Where we differ:
-// partial sums meet in fp32 in a workspace (there fp16, in the output), and the next tile's copies
-// go on during the reduction.
+// MARLIN 3.4: a ring of cp.async stages, warps that split the inputs where a tile is narrow, and
+// stripes of equal length over tiles of outputs with a split-K reduction through global memory. It
+// differs from MARLIN in two points: partial sums are fp32 in a workspace (there fp16, in the
+// output), and the next tile's copies go on during the reduction.
 //
 // Beside the operands, for gridDim.x blocks: workspace, fp32 [blocks][kBands * 64 * kTokens], and
 // locks, u32 [blocks], zero before and after every launch. Launches that may run side by side must
-// not share them. Not for programmatic dependent launch: nothing waits for the kernel before.
-// schemes/w4a16/stripe.py has the same arithmetic.
+// not share them. No programmatic dependent launch: the kernel never waits for the one before.
+// stripe.py has the same arithmetic.
 #pragma once
 
 #include "billfish/record.cuh"
@@ -16,7 +16,7 @@
 namespace billfish {
 
 constexpr int kStripeThreads = 256;
-constexpr int kStageRecords = 4;      // of 8 warps, two work on each
+constexpr int kStageRecords = 4;      // two of the 8 warps work on each
 constexpr int kMostSmem = 99 * 1024;  // what a block of sm_86 and sm_89 can ask for
 
 // Shared memory is a ring of stages: [records: slice, band][x: slice, token]. MARLIN's pipeline is
@@ -37,8 +37,9 @@ struct StripeStage {
 };
 
 // MARLIN 3.4's striped partitioning. A unit is one slice (128 inputs) of one tile (kBands bands of
-// 64 outputs). Units are counted down one tile after the other, and every stripe, one block's work,
-// has the same number give or take one: no SM is idle, and a tile is cut only where stripes meet.
+// 64 outputs). Units are numbered down one tile after the other, and every stripe, one block's
+// work, has the same number of them give or take one: no SM is idle, and a tile is split only where
+// one stripe ends and the next begins.
 //
 //     slice    tile 0   tile 1   tile 2      4 stripes of 18 units: [0, 4) [4, 9) [9, 13) [13, 18)
 //       0        0        1        2
@@ -50,14 +51,14 @@ struct StripeStage {
 //
 // Top down, stripe 2 would begin by waiting for the end of stripe 1's work, stripe 3 for that of
 // stripe 2, and the GPU would work one stripe at a time. Bottom up a stripe waits only after its
-// last unit, and only for stripes of higher number, whose part of the tile is the first thing they
-// do; one in the middle of a tile has no other. So no cycle can arise. Blocks take stripes from the
-// last to the first: what a block waits for has a lower block index and starts before it, also
-// where the grid is larger than what fits on the GPU.
+// last unit, and only for stripes of higher number, which do their part of the tile first (one in
+// the middle of a tile has no other part). So there is no cycle. Blocks take stripes from the last
+// to the first: a block waits for blocks of lower index, which start before it, also where the grid
+// is larger than what fits on the GPU.
 //
 // The order of a tile's sums follows from (n, k, number of blocks) alone: the same bits in every
-// run, for every m, beside any other row. A stripe is the first of at most one cut tile, so that
-// the tile's sums and lock have that stripe's number, and a workspace serves layers of any size.
+// run, for every m and batch. A stripe is the first of at most one split tile, whose sums and lock
+// have that stripe's index, so that one workspace serves layers of any size.
 //
 // Products stay below 2^32: 10^6 units (the largest vocabularies) x 10^2 blocks.
 struct Stripes {
@@ -67,7 +68,7 @@ struct Stripes {
     BILLFISH_DEVICE u32 owner(u32 unit) const { return ((unit + 1) * count - 1) / units; }
 };
 
-// Brings one stage after the other, 16 bytes a thread and instruction, past the ends of tiles.
+// Copies stage after stage, 16 bytes a thread and instruction, across the ends of tiles.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct StageCopier {
     using Stage = StripeStage<kGroup, kAsymmetric, kTokens, kBands>;
@@ -91,7 +92,7 @@ struct StageCopier {
         band_bytes = k_tiles * Stage::kRecordBytes;
         from = records + static_cast<u64>(tile * kBands) * band_bytes +
                static_cast<u64>(slice) * Stage::kRecordBytes + thread * 16;
-        const int record = thread / kTail;  // whose tail this thread brings, below kStageRecords
+        const int record = thread / kTail;  // whose tail this thread copies, if below kStageRecords
         const u32 part = (kStripeThreads + thread % kTail) * 16;
         tail_from = record % kBands * band_bytes + record / kBands * Stage::kRecordBytes + part -
                     thread * 16;
@@ -140,12 +141,12 @@ struct StageCopier {
             copy_async_16(to + tail_to, from + tail_from, policy);
     }
 
-    // Zeros past the end of k, where records are padded, and for rows that are not there.
+    // Zeros past the end of k, where records are padded, and past the last token.
     BILLFISH_DEVICE void copy_x(int slices) const {
 #pragma unroll
         for (int i = 0; i * kStripeThreads < kXChunks; ++i) {
             const int mine = row + i * 16, sub = mine / kTokens, token = mine % kTokens;
-            const int tile = slice + sub;  // planes of a code follow one another: x repeats
+            const int tile = slice + sub;  // planes of codes follow one another: x repeats
             const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
             const bool real = token < m && column < x_columns;
             const int on = i * 16 / kTokens * x_bytes(kTokens) + i * 16 % kTokens * kXLine;
@@ -166,7 +167,7 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
              int m, int n, int x_k, int k_tiles) {
     using Stage = StripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kBlocks = kTokens / 8;
-    constexpr int kOwners = kBands * 2 * 32;  // threads that hold a tile's sums in the end
+    constexpr int kOwners = kBands * 2 * 32;  // threads that hold a tile's final sums
     constexpr int kQuads = 2 * kBlocks;       // of sums that a thread holds
 
     extern __shared__ __align__(128) unsigned char smem[];
@@ -178,7 +179,7 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
     const u32 stripe = stripes.count - 1 - blockIdx.x;
     const u32 end = stripes.begin(stripe + 1);
 
-    // MARLIN 3.4's warp layout: where a tile is narrow, warps share its inputs, too.
+    // MARLIN 3.4's warp layout: where a tile is narrow, warps split its inputs, too.
     const int record = warp / 2, band = record % kBands, sub = record / kBands;
     auto places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
         ring + record * Stage::kRecordBytes, ring + Stage::kX + sub * x_bytes(kTokens), lane,
@@ -197,8 +198,8 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
         float acc[2][kBlocks][4] = {};
         u32 used = stage;
         for (int slice = 0; slice < span; slice += Stage::kSlices) {
-            // One barrier a stage: it shows all threads' copies of this stage, and that nobody
-            // reads the one before, whose place the next copies take.
+            // One barrier a stage: all threads' copies of this stage are visible, and nobody still
+            // reads the previous stage, which the next copies overwrite.
             wait_copies<Stage::kStages - 2>();
             __syncthreads();
             copier.next();
@@ -215,8 +216,8 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
         }
         unit += span;
 
-        // Even slices + odd slices, in the place of the stage just used: nothing is copied there
-        // before the next stage's barrier.
+        // Adds the odd slices' sums to the even ones' through the stage just used, into which
+        // nothing is copied before the next stage's barrier.
         if constexpr (Stage::kSlices == 2) {
             static_assert(kOwners * kQuads * 16 <= Stage::kBytes, "sums fit in a stage");
             __syncthreads();
@@ -237,9 +238,9 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
             }
         }
 
-        // Bottom up: the lock counts the stripes that have added their part, the last one first. A
-        // release and an acquire of one thread with a barrier on their inner side order the sums of
-        // all threads (both are cumulative), and every thread finds its own sums in one place.
+        // Bottom up: the lock counts the stripes that have added their part, the last one first.
+        // Release and acquire by one thread, with a __syncthreads on their inner side, order the
+        // sums of all threads (both are cumulative). A thread adds the sums of the same thread.
         const u32 first = stripes.owner(tile_end - k_tiles);
         const u32 turn = stripes.owner(tile_end - 1) - stripe;
         float4* sums = reinterpret_cast<float4*>(workspace) + first * (kQuads * kOwners) + thread;
@@ -266,10 +267,10 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
             if (thread == 0) store_release(locks + first, turn + 1);
             continue;
         }
-        if (turn > 0 && thread == 0) locks[first] = 0;  // for the next launch: nobody waits now
+        if (turn > 0 && thread == 0) locks[first] = 0;  // for the next launch
 
-        // A warp stores pieces of 16 bytes. Through shared memory they would be longer, for another
-        // barrier; an output has 32 bytes beside 2 KB of weights where k is 4096.
+        // A warp stores runs of 16 bytes. Longer ones through shared memory would cost a barrier;
+        // an output has 32 bytes beside 2 KB of weights where k is 4096.
         if (sub > 0) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
