@@ -23,7 +23,7 @@ from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError
 from billfish.models.compute import device_of
-from billfish.server.run import Settings, bind, run
+from billfish.server.run import ServerSettings, bind, run_server
 
 ALONE, ROUNDS = (64, 256), 5  # tokens in and out of the single text, and how often it is written
 SECONDS = 600  # to load and to compile
@@ -136,7 +136,7 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
             max_model_len=most,
             prefix_caching=False,
         )
-        settings = Settings(str(variant), port=0)
+        settings = ServerSettings(str(variant), port=0)
         bound = bind(settings)
         bound.listen()  # whoever comes before the server is up waits
         speeds = [asyncio.run(_streamed(llm)) for _ in range(ROUNDS)]
@@ -146,7 +146,7 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
         there.send(str(error) if isinstance(error, UserError) else repr(error))
         return
     there.send(ready)
-    run(llm, settings, bound, lambda told: None)
+    run_server(llm, settings, bound, lambda told: None)
 
 
 async def _streamed(llm: LLM) -> float:

@@ -65,10 +65,10 @@ def serve(
     """Answer OpenAI's clients over HTTP, with a page to chat at /. SIGTERM finishes what runs."""
     need_server()
     from billfish.engine.llm import LLM
-    from billfish.server.run import Settings, bind, run
+    from billfish.server.run import ServerSettings, bind, run_server
 
     name = served_model_name if served_model_name is not None else model.resolve().name
-    settings = Settings(
+    settings = ServerSettings(
         name, host, port, api_key, max_queue, tool_call_parser=tool_call_parser.value
     )
     bound = bind(settings)
@@ -83,7 +83,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             gpu_memory=gpu_memory,
         )
-    run(llm, settings, bound, lambda told: show.err.print(told, markup=False))
+    run_server(llm, settings, bound, lambda told: show.err.print(told, markup=False))
 
 
 @cli_bench.app.command(

@@ -316,7 +316,7 @@ def test_serve_obeys(asked, half, monkeypatch):
         with llm:
             assert str(llm.engine.decoder.dtype) == f"torch.{asked}"
 
-    monkeypatch.setattr(server, "run", run)
+    monkeypatch.setattr(server, "run_server", run)
     command = ["serve", str(half), "--port", "0", "--device", "cpu", "--dtype", asked]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.exception
