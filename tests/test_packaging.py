@@ -50,5 +50,6 @@ def test_every_import_is_declared():
 
 
 def test_what_is_declared_is_pinned():
-    pins = {normalized(line.partition("==")[0]) for line in open(ROOT / "constraints.txt")}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {normalized(line.partition("==")[0]) for line in lines}
     assert declared() <= pins
