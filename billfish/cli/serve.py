@@ -127,7 +127,7 @@ def bench_serve(
     """Send requests that arrive at random, and time them: TTFT, TPOT, ITL, E2E, throughput."""
     from billfish.bench import plot_serve
     from billfish.bench.plot import need_matplotlib
-    from billfish.bench.serve import Load, measure, parse_range, parse_rates
+    from billfish.bench.serve import Load, measure_server, parse_range, parse_rates
 
     if (target is None) == (config is None):
         raise UserError(
@@ -157,7 +157,7 @@ def bench_serve(
     keep = cli_bench.keeper(save)
     with show.status(json_) as say:
         if url is not None:
-            result = measure(load, say, keep)
+            result = measure_server(load, say, keep)
         else:
             result = _own(
                 load,
@@ -172,7 +172,7 @@ def bench_serve(
             )
     cli_bench.present(result, json_, show_bench.served, save)
     if plot is not None:
-        plot_serve.draw(result, plot)
+        plot_serve.draw_serve(result, plot)
         show.err.print(f"drawn: {plot}", markup=False)
     servers = result.get("servers", [result])
     if not any(point["completed"] for server in servers for point in server["points"]):
@@ -191,7 +191,7 @@ def _own(
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     need_server()
-    from billfish.bench import own_server
+    from billfish.bench import local_server
     from billfish.bench import variants as asked
     from billfish.models.compute import device_of
 
@@ -201,4 +201,6 @@ def _own(
     if sequences < 1:
         raise UserError(f"--max-num-seqs {sequences}: at least 1.")
     tokens = load.input[1] + load.output[1]
-    return own_server.measure(own_server.Own(request, device, tokens, sequences), load, say, keep)
+    return local_server.measure_variants(
+        local_server.LocalServer(request, device, tokens, sequences), load, say, keep
+    )

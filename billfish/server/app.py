@@ -23,7 +23,7 @@ from billfish.server.admission import Admission
 from billfish.server.errors import ApiError, internal_error, invalid, queue_full
 from billfish.server.fields import check_fields
 from billfish.server.middleware import AccessControl, read_body
-from billfish.server.protocol import parse
+from billfish.server.protocol import parse_request
 from billfish.server.responses import ChatChoice, Reply, TextChoice
 from billfish.server.sampling import STRUCTURED, sampling_params, structured_outputs
 from billfish.server.tokenization import Tokenization
@@ -57,7 +57,7 @@ class Service:
         self.fingerprint = "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
     async def chat(self, request: Request) -> Response:
-        body = parse(protocol.ChatRequest, await self._body(request))
+        body = parse_request(protocol.ChatRequest, await self._body(request))
         self.admission.check(body.n)
         wanted, called, more = structured_outputs(body), tools.requested(body), {}
         if called is not None:
@@ -81,7 +81,7 @@ class Service:
         return await self._send(request, reply, body)
 
     async def complete(self, request: Request) -> Response:
-        body = parse(protocol.CompletionRequest, await self._body(request))
+        body = parse_request(protocol.CompletionRequest, await self._body(request))
         self.admission.check(len(body.prompt) * body.n)
         prompts = [await self.tokenizer.prompt(one, body.add_special_tokens) for one in body.prompt]
         limit = MAX_COMPLETION if body.limit is None else body.limit
@@ -104,10 +104,10 @@ class Service:
         given = await self._body(request)
         body: protocol.TokenizeChat | protocol.TokenizeText
         if "messages" in given:
-            body = parse(protocol.TokenizeChat, given)
+            body = parse_request(protocol.TokenizeChat, given)
             ids = await self._chat_ids(body, tools.requested(body))
         else:
-            body = parse(protocol.TokenizeText, given)
+            body = parse_request(protocol.TokenizeText, given)
             special = body.add_special_tokens
             ids = await self.tokenizer.prompt(body.prompt, special) if body.prompt else []
         strings = [self.tokenizer.text(token) for token in ids] if body.return_token_strs else None
@@ -115,7 +115,7 @@ class Service:
         return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        ids = parse(protocol.Detokenize, await self._body(request)).tokens
+        ids = parse_request(protocol.Detokenize, await self._body(request)).tokens
         return JSONResponse({"prompt": self.tokenizer.decode(await self.tokenizer.prompt(ids))})
 
     async def embed(self) -> Response:

@@ -312,10 +312,10 @@ class Detokenize(Body):
     tokens: Annotated[list[int], FailFast()]
 
 
-Request = TypeVar("Request", bound=Body)
+Parsed = TypeVar("Parsed", bound=Body)
 
 
-def parse(kind: type[Request], body: Json) -> Request:
+def parse_request(kind: type[Parsed], body: Json) -> Parsed:
     given = {name: body[name] for name in kind.model_fields if body.get(name) is not None}
     given.pop("sampling", None)
     if issubclass(kind, Generating):

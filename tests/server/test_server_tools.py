@@ -13,7 +13,7 @@ from structured import HERMES, LLAMA, MISTRAL, PERSON, PLAIN, byte_tokenizer, wr
 
 from billfish.engine.structured import Matchers
 from billfish.server.errors import ApiError
-from billfish.server.protocol import ChatPrompt, parse
+from billfish.server.protocol import ChatPrompt, parse_request
 from billfish.server.tool_parser import parse_calls
 from billfish.server.tools import FORMATS, ToolSupport, detect_format, requested
 
@@ -38,7 +38,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, 
 
 
 def requested_tools(body):
-    return requested(parse(ChatPrompt, {"messages": MESSAGES, **body}))
+    return requested(parse_request(ChatPrompt, {"messages": MESSAGES, **body}))
 
 
 @pytest.fixture(scope="module")
