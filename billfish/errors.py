@@ -9,7 +9,7 @@ class UserError(ValueError):
     """The input cannot be used; the message says why and what to do."""
 
     def __init__(self, message: str, part: str | None = None) -> None:
-        """`part`: the tensor of a layer that it is about, without the layer's name."""
+        """`part`: which tensor of a layer, or which parameter of a request, the error is about."""
         super().__init__(message)
         self.part = part
 

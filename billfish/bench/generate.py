@@ -1,12 +1,12 @@
-"""Generation through the engine: how fast tokens come, by weights, cache and batch size.
+"""`bench generate`: the engine's speed by weight format, KV cache format and batch size.
 
     prefill           decode
     |-----------------|--------|--------|-- ... --|      ends of steps, on the engine's thread
     start             every sequence has a token  the first text ends
 
-A variant is weights + cache, such as w4a16+kv4. Variants run one after the other in one process,
-and ratios are against the first. The roof is what reading the weights once a step would take. A
-variant or a batch that does not fit is told as such and the others go on.
+A variant is weights + KV cache, such as w4a16+kv4. Variants run one after the other in one process,
+and ratios are against the first. The roofline is the time to read the weights once a step. A
+variant or a batch that does not fit in memory is reported, and the others run.
 """
 
 import gc
@@ -25,7 +25,7 @@ import transformers
 
 from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
-from billfish.bench.variants import DENSE, GenerateRequest, Variant, type_of
+from billfish.bench.variants import DENSE, GenerateRequest, ModelVariant, type_of
 from billfish.checkpoints.match import model_config
 from billfish.checkpoints.read import Checkpoint
 from billfish.engine.build import BUDGET, CPU_CACHE, PAGE_TOKENS, apart
@@ -40,15 +40,15 @@ from billfish.models.load import load
 
 Result = dict[str, Any]
 RESULT_VERSION = 1
-# Bytes a second that a plain read of memory reaches, measured; of other cards --bandwidth tells.
+# Measured read bandwidth in bytes a second; for other cards --bandwidth gives it.
 READS = {"NVIDIA H200": 4.54e12}
-CARD_SHARE = 0.9  # of a card's memory, for weights and cache, unless told
-WARM_TOKENS = 64  # of the round that is thrown away: all kernels and batch sizes have run by then
-ALL_THERE = 10.0  # seconds the first step waits for all prompts, see _Steps
+CARD_SHARE = 0.9  # of a card's memory for weights and cache, unless --memory is given
+WARM_TOKENS = 64  # of the warm-up round, in which all kernels and batch sizes run once
+ALL_THERE = 10.0  # seconds that the first step waits for all prompts, see _Steps
 
 
-class Run:
-    """One request on one device. `keep` gets the result so far after each point."""
+class GenerateBench:
+    """One request on one device. `keep` is given the result so far after each point."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Run:
         keep: Callable[[Result], None] = lambda result: None,
     ) -> None:
         self.request, self.device, self.say, self.keep = request, device, say, keep
-        self.facts = facts(device)
+        self.facts = device_facts(device)
         self.bandwidth = request.bandwidth or READS.get(self.facts["name"])
         self.memory = request.memory
         most = self.facts["memory_bytes"]
@@ -72,8 +72,8 @@ class Run:
         if request.random:
             self.config = random_model.config_of(request.model)
             for scheme in {request.scheme(variant) for variant in request.variants} - {None}:
-                shell = random_model.skeleton(self.config, torch.float16)
-                random_model.planned_bytes(shell, scheme)  # refuses
+                shell = random_model.empty_model(self.config, torch.float16)
+                random_model.planned_bytes(shell, scheme)  # raises if the scheme does not fit
         else:
             self.config = model_config(Checkpoint(request.model))
         context = getattr(self.config, "max_position_embeddings", math.inf)
@@ -86,7 +86,7 @@ class Run:
     def measure(self) -> Result:
         """Raises UserError if no variant could be measured."""
         told = circumstances(self.facts)
-        del told["commit"]  # a result is of a version; the kernels' results name commits
+        del told["commit"]  # a version identifies these results; commits those of kernels
         self.variants: list[Result] = []
         self.result = {
             "bench": "generate",
@@ -112,7 +112,7 @@ class Run:
             except UserError as error:
                 self.variants[-1]["error"] = str(error)
             self._keep()
-            gc.collect()  # models hold themselves in cycles
+            gc.collect()  # models are in reference cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if not any(good(found) for found in self.variants):
@@ -126,11 +126,11 @@ class Run:
         against_first(self.variants)
         self.keep(self.result)
 
-    def _variant(self, variant: Variant, into: Result) -> None:
+    def _variant(self, variant: ModelVariant, into: Result) -> None:
         request = self.request
         started = time.perf_counter()
         model, tokenizer = self.load(variant)
-        # Now: a decoder may join linears, and then one of them holds the words of all.
+        # Counted now: a decoder may fuse linears, and then one of them holds the weights of all.
         held, read = random_model.held_bytes(model), random_model.read_bytes(model)
         token = FORMATS[variant.kv].bytes_a_token(*self._kv_shape(), model.dtype)
         each = math.ceil(request.tokens / PAGE_TOKENS[self.device.type])  # pages
@@ -168,7 +168,7 @@ class Run:
             max_model_len=request.tokens,
             max_num_seqs=max(batches),
             max_batched_tokens=request.max_batched_tokens,
-            pages=max(batches) * each + 1,  # one to spare: an engine may pad with a page
+            pages=max(batches) * each + 1,  # one more: an engine may use a page for padding
             prefix_caching=False,
         ) as llm:
             for batch in batches:
@@ -176,18 +176,18 @@ class Run:
                 into["points"].sort(key=lambda point: int(point["batch"]))
                 self._keep()
 
-    def load(self, variant: Variant) -> tuple[Any, Any]:
+    def load(self, variant: ModelVariant) -> tuple[Any, Any]:
         return apart(self.device.type, partial(self._load, variant))
 
-    def _load(self, variant: Variant) -> tuple[Any, Any]:
+    def _load(self, variant: ModelVariant) -> tuple[Any, Any]:
         self.say(f"{variant}: loading")
         if not self.request.random:
             return load(self.request.model, self.request.dtype, str(self.device))
         dtype = DENSE.get(variant.weights) or type_of(self.device, self.request.dtype)
         scheme = self.request.scheme(variant)
-        model = random_model.skeleton(self.config, dtype)
+        model = random_model.empty_model(self.config, dtype)
         planned = random_model.planned_bytes(model, scheme)
-        if planned >= (self.memory or math.inf):  # before memory is filled in vain
+        if planned >= (self.memory or math.inf):  # before memory is filled
             told = f"weights take {planned / 1e9:.2f} GB of {(self.memory or 0) / 1e9:.2f}"
             raise UserError(_way_out(told))
         random_model.fill(model, scheme, self.device, self.say)
@@ -218,7 +218,7 @@ class Run:
             failed = [one.error for request in outputs for one in request.outputs if one.error]
             if failed:
                 return {"batch": batch, "error": failed[0]}
-            if index:  # the first warms up
+            if index:  # round 0 is the warm-up
                 rounds.append(steps.figures(output))
         point: Result = {"batch": batch, "error": None, "rounds": rounds, "peak_bytes": None}
         if self.device.type == "cuda":
@@ -229,14 +229,14 @@ class Run:
         step = point["step_seconds"]
         point["decode_tokens_per_s"] = batch / step if step else None
         kv = batch * (request.input + request.output / 2) * variant["kv_bytes_a_token"]
-        return point | roofline(variant["read_bytes"], kv, step, self.bandwidth)
+        return point | decode_roofline(variant["read_bytes"], kv, step, self.bandwidth)
 
 
 class _Steps:
-    """While it is entered, notes of every step of the engine when it ended and what it brought.
+    """Inside `with`, records when each step of the engine ended and how many tokens it brought.
 
-    The first step waits until all prompts are there: else the engine would begin with those that
-    came first, and a batch would be two.
+    The first step waits until all prompts have arrived; otherwise the engine would begin with the
+    first ones and split the batch in two.
     """
 
     def __init__(self, engine: Engine, batch: int) -> None:
@@ -252,7 +252,7 @@ class _Steps:
             if not self.ends and len(self.engine.runs) < self.batch and not late:
                 time.sleep(1e-4)
                 return []
-            if not texts:  # counted there: what a step gives back may be text of the one before
+            if not texts:  # counted here, since a step may return the text of the step before
                 texts.extend(run.sequence.output for run in self.engine.runs.values())
             before = sum(map(len, texts))
             outputs = inner()
@@ -260,7 +260,7 @@ class _Steps:
             self.ends.append((time.perf_counter(), tokens, all(texts)))
             return outputs
 
-        vars(self.engine)["step"] = step  # hides the class's
+        vars(self.engine)["step"] = step  # hides the method
         self.started = time.perf_counter()
         return self
 
@@ -268,8 +268,8 @@ class _Steps:
         del vars(self.engine)["step"]
 
     def figures(self, output: int) -> Result:
-        """Decoding is timed over the steps that bring every sequence a token, after the prompts.
-        None where there are none: a large batch's first texts end before its last prompt begins."""
+        """Decode time is that of steps after the prompts which bring every sequence a token; None
+        without such steps: in a large batch the first texts end before the last prompt begins."""
         place = next(i for i, (_, _, all_begun) in enumerate(self.ends) if all_begun)
         first, after = self.ends[place][0], self.ends[place + 1 :]
         full = [end for end, tokens, _ in after if tokens == self.batch]
@@ -284,9 +284,11 @@ class _Steps:
         }
 
 
-def roofline(weights: float, kv: float, seconds: float | None, bandwidth: float | None) -> Result:
-    """Of a decode step; kv: bytes of the cache it reads, on average. None where nobody knows what
-    the memory reaches, or no step was timed."""
+def decode_roofline(
+    weights: float, kv: float, seconds: float | None, bandwidth: float | None
+) -> Result:
+    """Of a decode step; `kv`: bytes of KV cache that it reads on average. None where the bandwidth
+    is unknown or no step was timed."""
     floor, both = (each / bandwidth if bandwidth else None for each in (weights, weights + kv))
     return {
         "kv_read_bytes": kv,
@@ -307,7 +309,7 @@ def reasons(variant: Result) -> list[str]:
 
 
 def against_first(variants: list[Result]) -> None:
-    """Ratios to the first variant, at the same batch and of what each does best."""
+    """Ratios to the first variant, at equal batch sizes and between the best of each."""
     first = {point["batch"]: point for point in good(variants[0])}
     for variant in variants:
         for point in good(variant):
@@ -322,7 +324,7 @@ def against_first(variants: list[Result]) -> None:
             variant["best"]["ratio"] = top and best["tokens_per_s"] / top["tokens_per_s"]
 
 
-def facts(device: torch.device) -> Result:
+def device_facts(device: torch.device) -> Result:
     if device.type == "cuda":
         card = gpu(device)
         memory = torch.cuda.get_device_properties(device).total_memory

@@ -1,10 +1,10 @@
-"""The linears of named models through one scheme, against cuBLAS in the same run and the roofline.
+"""`bench kernels`: the linears of named models in one scheme, against cuBLAS and the roofline.
 
     floor = max(bytes / memory peak, 2 m n k / compute peak)      bytes = weights, scales, x and y
 
-Peaks are the datasheet's, so that nobody is measured against a limit of our own making; a card not
-in the table gets what this run reached, and the result says so. Weights and x are random: zeros
-draw less power and clock higher. Results are plain dicts, ready for JSON.
+Peaks are the datasheet's; for a card that is not in the table they are what this run measured, and
+the result says so. Weights and x are random: zeros draw less power, so that clocks rise. Results
+are plain dicts, ready for JSON.
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.bench.shapes import Linear, ShapeSet
+from billfish.bench.shapes import LinearShape, ShapeSet
 from billfish.bench.timing import MODES, Card, Rules
 from billfish.errors import UserError
 from billfish.schemes import DEFAULT, SCHEMES
@@ -44,8 +44,8 @@ class Peaks:
         return max(nbytes / self.bytes_per_s, flop / self.flop_per_s) * 1e6
 
 
-# Memory, and dense fp16 tensor cores with fp32 sums, by the name the driver gives. Whole names: an
-# "RTX 4090 Laptop GPU" is another card.
+# Memory, and dense fp16 tensor cores with fp32 accumulation, by the driver's full name of the card:
+# an "RTX 4090 Laptop GPU" is slower than an "RTX 4090".
 DATASHEET = {
     "NVIDIA H200": Peaks(4.8e12, 990e12),
     "NVIDIA H100 80GB HBM3": Peaks(3.35e12, 990e12),  # SXM
@@ -68,7 +68,7 @@ def peaks_of(name: str, ceilings: Result) -> Peaks:
 @dataclass(frozen=True)
 class KernelRequest:
     sets: tuple[ShapeSet, ...]
-    rows: tuple[int, ...]  # every m
+    rows: tuple[int, ...]  # batch sizes m
     scheme: str = DEFAULT
     group_sizes: tuple[int, ...] = (128,)
     symmetric: bool = True
@@ -88,14 +88,14 @@ class KernelRequest:
                 raise UserError(f"{what} {named}: known are {', '.join(known)}.")
         for group_size in self.group_sizes:
             for linear in (linear for made in self.sets for linear in made.linears):
-                # Raises where the group does not fit, before anything is measured.
+                # Raises if the group size does not divide k, before anything is measured.
                 self.make_scheme(group_size).tensors(linear.n, linear.k, torch.float16)
 
     def make_scheme(self, group_size: int) -> Scheme:
         return with_options(self.scheme, group_size=group_size, symmetric=self.symmetric)
 
     def refuse(self, device: torch.device) -> None:
-        """Raises if an op would not run on `device`, before anything is measured."""
+        """Raises if an op cannot run on `device`, before anything is measured."""
         for group_size in self.group_sizes:
             scheme = self.make_scheme(group_size)
             if device.type == "cuda" and self.op == ops_of(scheme)[-1].name:
@@ -105,8 +105,8 @@ class KernelRequest:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the points of one curve have in common."""
+class KernelVariant:
+    """What all points of one curve share."""
 
     dtype: str
     group_size: int
@@ -116,11 +116,11 @@ class Variant:
         return f"{self.dtype}, group {self.group_size}, {'sym' if self.symmetric else 'asym'}"
 
 
-Key = tuple[int, int, int, Variant]  # k, n, m
+Key = tuple[int, int, int, KernelVariant]  # k, n, m
 
 
-class Run:
-    """One request on one card. `keep` gets the result so far after each linear."""
+class KernelBench:
+    """One request on one card. `keep` is given the result so far after each linear."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Run:
                 for linear in made.linears:
                     self._dense(made, linear, dtype)
                 for group_size in self.request.group_sizes:
-                    self._set(made, Variant(dtype, group_size, self.request.symmetric))
+                    self._set(made, KernelVariant(dtype, group_size, self.request.symmetric))
         self.result.update(complete=True, after=self.card.readings())
         self._keep()
         return self.result
@@ -177,7 +177,7 @@ class Run:
 
     # -- cuBLAS
 
-    def _dense(self, made: ShapeSet, linear: Linear, dtype: str) -> None:
+    def _dense(self, made: ShapeSet, linear: LinearShape, dtype: str) -> None:
         k, n = linear.k, linear.n
         rows = [m for m in self.request.rows if (k, n, m, dtype) not in self.dense]
         nbytes = k * n * DTYPES[dtype].itemsize
@@ -201,9 +201,9 @@ class Run:
 
     # -- the scheme
 
-    def _set(self, made: ShapeSet, variant: Variant) -> None:
+    def _set(self, made: ShapeSet, variant: KernelVariant) -> None:
         ops: dict[tuple[int, int], list[LinearOp]] = {}
-        twins = [  # chains of a model with the same layer
+        twins = [  # chains of a model whose layer has the same shapes
             told
             for told in self.chains
             if told["linears"] == _sizes(made) and told["variant"] == asdict(variant)
@@ -237,7 +237,7 @@ class Run:
                 self._chain(made, m, variant, ops)
             self._keep()
 
-    def _ops(self, linear: Linear, variant: Variant) -> list[LinearOp]:
+    def _ops(self, linear: LinearShape, variant: KernelVariant) -> list[LinearOp]:
         scheme, k, n = self.request.make_scheme(variant.group_size), linear.k, linear.n
         make = choose_op(scheme, n, k, self.device, self.request.op)
         ops: list[LinearOp] = []
@@ -274,7 +274,7 @@ class Run:
         point |= {
             "bytes": nbytes,
             "flop": flop,
-            "bits_per_weight": weights * 8 / (n * k),  # shows padding, if an op pads
+            "bits_per_weight": weights * 8 / (n * k),  # includes padding
             "floor_us": floor,
             "copies": len(ops),
             "launches": launches,
@@ -286,14 +286,18 @@ class Run:
                 point["us"][mode] = asdict(timing)
         except torch.OutOfMemoryError:
             return point | {"error": f"out of memory at m = {m}"}
-        except UserError as error:  # a kernel that does not compile here, say
+        except UserError as error:  # such as a kernel that does not compile for this GPU
             return point | {"error": str(error)}
         return point | figures(point, self.headline)
 
     def _chain(
-        self, made: ShapeSet, m: int, variant: Variant, ops: dict[tuple[int, int], list[LinearOp]]
+        self,
+        made: ShapeSet,
+        m: int,
+        variant: KernelVariant,
+        ops: dict[tuple[int, int], list[LinearOp]],
     ) -> None:
-        """The layer's products one after the other in one graph, against their times alone."""
+        """All linears of a layer in one graph, against the sum of their separate times."""
         parts = [self.points[k, n, m, variant] for k, n in _pairs(made)]
         told: Result = {
             "sets": [made.name],
@@ -341,7 +345,7 @@ class Run:
 
 
 def figures(point: Result, mode: str) -> Result:
-    """What follows from the times of one point."""
+    """Figures derived from the times of one point."""
     median, cublas = point["us"][mode]["median"], point["cublas_us"]
     return {
         "intensity": point["flop"] / point["bytes"],
@@ -354,7 +358,7 @@ def figures(point: Result, mode: str) -> Result:
 
 
 def circumstances(card: Result) -> Result:
-    """What every result says of itself."""
+    """What every result records about its run."""
     return {
         "command": shlex.join(["billfish", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,11 +1,10 @@
-"""Two pictures of one result of `bench kernels`, after figures 11 and 1 of the MARLIN paper.
+"""Two plots of a result of `bench kernels`, after figures 11 and 1 of the MARLIN paper.
 
-roofline.png: what each product reached over its arithmetic intensity, under the card's roof.
-speedup.png: how many times faster than cuBLAS over the batch size, and how many there could be;
-with peers, also what other people's kernels reach.
-One panel per dtype and group size, one line per shape; with peers, which double the lines, also
-one panel per model. Draws what is in the result, measures nothing, and needs no GPU; matplotlib
-is imported only when something is drawn.
+roofline.png: FLOP/s of each linear by arithmetic intensity, under the card's roofline.
+speedup.png: speed-up over cuBLAS by batch size, with the ideal one; with peers, also that of other
+public kernels.
+One panel per dtype and group size, one line per shape; with peers, which double the lines, also one
+panel per model. matplotlib is imported only when something is drawn.
 """
 
 import math
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 _Lines = Iterator[tuple[int, str, list[Result]]]
-# Okabe and Ito's colours, which stay apart for every eye; black is the roof's.
+# After Okabe and Ito's palette for colour-blind readers; black is the roofline.
 COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -34,7 +33,7 @@ COLOURS = (
 )
 MARKERS = "os^DvP*X"
 INK, PALE = "#222222", "#8A8A8A"
-PEERS_OF = ("float16", 128, True)  # the variant peers were timed in; in others they say nothing
+PEERS_OF = ("float16", 128, True)  # the only variant in which peers were timed
 PEERS_LABEL = "best public kernel, same shape (dashed; plain launches)"
 
 
@@ -48,14 +47,17 @@ def need_matplotlib() -> None:
         ) from None
 
 
-def draw(result: Result, folder: Path, peers: Result | None = None) -> list[Path]:
-    """Writes both pictures; gives their paths. peers: what is in docs/bench/peers.json."""
+def draw_kernels(result: Result, folder: Path, peers: Result | None = None) -> list[Path]:
+    """Writes both plots and returns their paths. `peers`: the content of docs/bench/peers.json."""
     need_matplotlib()
     if not any(_good(point) for point in result["points"]):
         raise UserError("there is nothing to draw: no point of this result was measured.")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in (("roofline", roofline(result)), ("speedup", speedup(result, peers))):
+    for name, figure in (
+        ("roofline", roofline_figure(result)),
+        ("speedup", speedup_figure(result, peers)),
+    ):
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=160, facecolor="white")
     return written
@@ -64,11 +66,11 @@ def draw(result: Result, folder: Path, peers: Result | None = None) -> list[Path
 def save(figure: "Figure", path: Path) -> None:
     try:
         figure.savefig(path, dpi=160, facecolor="white")
-    except ValueError as error:  # of the ending alone: all else is ours
+    except ValueError as error:  # matplotlib does not know the file's suffix
         raise UserError(f"--plot {path}: {error}. Take an ending such as .png.") from None
 
 
-def roofline(result: Result) -> "Figure":
+def roofline_figure(result: Result) -> "Figure":
     figure, panels = _figure(result, "Achieved against the roofline")
     peaks, ceiling = result["peaks"], result["ceilings"]["read_bytes_per_s"]
     memory, compute = peaks["bytes_per_s"], peaks["flop_per_s"]
@@ -109,7 +111,7 @@ def roofline(result: Result) -> "Figure":
     return figure
 
 
-def speedup(result: Result, peers: Result | None = None) -> "Figure":
+def speedup_figure(result: Result, peers: Result | None = None) -> "Figure":
     from matplotlib.ticker import LogLocator, NullLocator
 
     what = " and ".join(dict.fromkeys(_dense(point["dtype"]) for point in result["points"]))
@@ -151,7 +153,7 @@ def speedup(result: Result, peers: Result | None = None) -> "Figure":
 
 
 def peer_times(result: Result, peers: Result) -> list[Result]:
-    """Those that can be compared with the result, by rising m: of its card, shapes and rows."""
+    """The peers' times on the result's card, at its shapes and rows, by rising m."""
     if peers["card"] != result["card"]["name"]:
         return []
     points = [point for point in result["points"] if _good(point)]
@@ -162,13 +164,13 @@ def peer_times(result: Result, peers: Result) -> list[Result]:
     return sorted(times, key=lambda each: int(each["m"]))
 
 
-# -- parts of a picture
+# -- parts of a plot
 
 
 def _figure(
     result: Result, title: str, peers: bool = False
 ) -> tuple["Figure", list[tuple["Axes", Any]]]:
-    """With peers each model has its own panels; without, a panel's model is None: all of them."""
+    """With peers a panel shows one model; without, its model is None and it shows all."""
     from matplotlib.figure import Figure
 
     good = [point for point in result["points"] if _good(point)]
@@ -203,17 +205,17 @@ def _figure(
 
 
 def _columns(panels: int, peers: bool) -> int:
-    """Of the legend. The peers' entry is long: four columns would not fit beside it."""
+    """Of the legend. Beside the peers' long entry four columns would not fit."""
     return 2 if panels == 1 else 3 if peers else 4
 
 
 def _legend(figure: "Figure", peers: bool = False) -> None:
-    found: dict[str, Any] = {}  # of every panel: a shape may have failed in one of them
+    found: dict[str, Any] = {}  # from every panel: a shape may have failed in some
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     names = list(found)
-    if peers:  # shapes first, which have markers: a model of four linears has a column
+    if peers:  # shapes first, which have markers: a model's four linears fill a column
         names.sort(key=lambda label: found[label].get_marker() == "None")
     figure.legend(
         [found[label] for label in names],
@@ -226,26 +228,26 @@ def _legend(figure: "Figure", peers: bool = False) -> None:
 
 
 def _peers(axes: "Axes", lines: _Lines, times: list[Result]) -> None:
-    """Times faster than the cuBLAS of the peers' own run: the clocks of two runs differ."""
+    """Speed-ups over cuBLAS in the peers' own run, since the clocks of two runs differ."""
     style: dict[str, Any] = {"linestyle": (0, (4, 2.5)), "linewidth": 1.0, "zorder": 2}
     for index, _, line in lines:
         shape = line[0]["k"], line[0]["n"]
         y = {t["m"]: t["cublas_us"] / t["us"] for t in times if (t["k"], t["n"]) == shape}
         if y:
             axes.plot(list(y), list(y.values()), color=_style(index)["color"], **style)
-    if times:  # one entry for all of them: whose is whose is in the colour
+    if times:  # one legend entry for all; the colour identifies the shape
         axes.plot([], [], color=PALE, label=PEERS_LABEL, **style)
 
 
 def _batches(axes: "Axes", result: Result, variant: Any) -> None:
-    """m of the largest shape, above the roof where nothing else is; the others lie close to it."""
+    """Labels m of the largest shape above the roofline; other shapes are close to it."""
     lines = [line for _, _, line in _lines(result, variant)]
     line = max(lines, key=lambda each: int(each[0]["k"] * each[0]["n"]))
     memory, compute = result["peaks"]["bytes_per_s"], result["peaks"]["flop_per_s"]
     last = 0.0
     for point in line:
         x = point["intensity"]
-        if x < last * 1.3:  # would lie on the one before
+        if x < last * 1.3:  # would overlap the label before
             continue
         last, slanted = x, x * memory < compute
         axes.annotate(
@@ -274,7 +276,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _lines(result: Result, variant: Any, model: str | None = None) -> _Lines:
-    """Each shape's place among all (its colour in every panel), name and points by rising m."""
+    """(index of the shape, which is its colour in every panel; label; points by rising m)"""
     shapes = dict.fromkeys((point["k"], point["n"]) for point in result["points"])
     for index, (k, n) in enumerate(shapes):
         mine = [p for p in result["points"] if (p["k"], p["n"]) == (k, n)]
@@ -295,7 +297,7 @@ def _variant(point: Result) -> tuple[str, int, bool]:
 
 
 def _model(point: Result) -> str:
-    """The first that has this linear; "" of those given as K x N, which share a panel."""
+    """The first model with this linear; "" for shapes given as K x N, which share a panel."""
     model, _, linear = str(point["linears"][0]).partition(" ")
     return model if linear else ""
 

@@ -1,7 +1,6 @@
-"""A picture of one result of `bench generate`: tokens a second, decode alone and all together.
+"""A plot of a result of `bench generate`: tokens a second, of decode alone and with prefill.
 
-Lines over the batch size, with the roof of each variant dashed; bars where a variant has one batch
-size only. Draws what is in the result and measures nothing.
+Lines by batch size, with each variant's roofline dashed; bars if there is only one batch size.
 """
 
 from pathlib import Path
@@ -20,12 +19,12 @@ PANELS = {
 }
 
 
-def draw(result: Result, path: Path) -> None:
+def draw_generate(result: Result, path: Path) -> None:
     need_matplotlib()
-    save(figure(result), path)
+    save(generate_figure(result), path)
 
 
-def figure(result: Result) -> "Figure":
+def generate_figure(result: Result) -> "Figure":
     from matplotlib.figure import Figure
 
     told = result["settings"]

@@ -1,5 +1,5 @@
-"""A picture of one result of `bench serve`: time per output token against the rate of requests, as
-in figure 14 of the MARLIN paper, and time to the first token beside it.
+"""A plot of a result of `bench serve`: time per output token by request rate, as in figure 14 of
+the MARLIN paper, and time to first token.
 """
 
 import itertools
@@ -16,13 +16,13 @@ PANELS = {"tpot_ms": "time per output token, ms", "ttft_ms": "time to the first 
 LINES = {"p50": ("median", "-", "o"), "p90": ("p90", "--", "s"), "p99": ("p99", ":", "^")}
 
 
-def draw(result: Result, path: Path) -> None:
+def draw_serve(result: Result, path: Path) -> None:
     need_matplotlib()
-    save(figure(result), path)
+    save(serve_figure(result), path)
 
 
-def figure(result: Result) -> "Figure":
-    """Percentiles of one server; of several the median of each."""
+def serve_figure(result: Result) -> "Figure":
+    """Percentiles of one server, or the medians of several."""
     from matplotlib.figure import Figure
 
     servers = result.get("servers", [result])

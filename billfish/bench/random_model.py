@@ -1,9 +1,8 @@
-"""Models with random weights: the shape of a known one, without its files.
+"""Models with random weights and the shapes of known models, for benchmarks without checkpoints.
 
-Speed does not depend on what weights are, so a 70B can be measured where nobody has downloaded it.
-transformers builds the modules on the meta device, which costs nothing; then each weight is drawn
-on the device where it will be read, in its own dtype, module by module. Packed linears get random
-words in canonical tensors and are arranged as those of a checkpoint are.
+Speed does not depend on the values of weights. transformers builds the modules on the meta device,
+which takes no memory; then each weight is drawn in its dtype on the target device, module by
+module. Quantized linears get random tensors of their scheme, arranged as those of a checkpoint are.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from billfish.schemes.registry import compile_kernels
 
 @dataclass(frozen=True)
 class _Rest:
-    """What a decoder's linears do not tell of its model."""
+    """What SETS does not have of a model."""
 
     model_type: str
     layers: int
@@ -50,8 +49,8 @@ NAMES = tuple(_REST)
 
 
 class Silent:
-    """In place of a tokenizer where there is none: every token is past its vocabulary, so the
-    engine decodes none and the text stays empty."""
+    """A tokenizer with an empty vocabulary, so that the engine decodes nothing and texts stay
+    empty."""
 
     eos_token_id = None
     chat_template = None
@@ -70,8 +69,8 @@ class Silent:
 
 
 def numbered(vocabulary: int) -> Any:
-    """A tokenizer where text must come out, as over HTTP: a token for each character of ASCII, and
-    the others read as their number."""
+    """A tokenizer with text for every token, which HTTP needs: ASCII characters first, and the
+    other tokens are written as their number."""
     names = [chr(i) for i in range(min(128, vocabulary))]
     names += [f" {i}" for i in range(len(names), vocabulary)]
     core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
@@ -81,7 +80,7 @@ def numbered(vocabulary: int) -> Any:
 
 
 def config_of(given: str) -> Any:
-    """A model's name, a config.json, or a directory with one -> a config of transformers."""
+    """From a model's name, a config.json, or a directory with one."""
     if given in _REST:
         return _named(given)
     path = Path(given)
@@ -91,7 +90,7 @@ def config_of(given: str) -> Any:
             f"{', '.join(NAMES)}; or give a config.json, or a directory with one."
         )
     told = read_config(path) if path.is_dir() else read_json(path)
-    told.pop("quantization_config", None)  # the variant says what the weights are
+    told.pop("quantization_config", None)  # the variant decides the weights' format
     kind = told.pop("model_type", None)
     try:
         return AutoConfig.for_model(kind, **told)
@@ -120,15 +119,15 @@ def _named(name: str) -> Any:
     )
 
 
-def skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """The model without any memory for its weights."""
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """On the meta device: without memory for weights."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return model.eval().requires_grad_(False)
 
 
 def planned_bytes(model: Any, scheme: Scheme | None) -> int:
-    """What the weights of a skeleton will take; raises where the scheme does not fit a linear."""
+    """Of an empty model's weights, once filled; raises if the scheme does not fit a linear."""
     total: int = sum(parameter.nbytes for parameter in model.parameters())
     for _, linear in _packed(model, scheme):
         weight = linear.weight
@@ -145,7 +144,7 @@ def fill(
     device: torch.device,
     say: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Gives a skeleton its weights."""
+    """Gives an empty model its weights."""
     generator = torch.Generator(device).manual_seed(0)
     if scheme is not None:
         compile_kernels([scheme], model.dtype, device, say)
@@ -153,7 +152,7 @@ def fill(
         assert scheme is not None
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, _quantized(linear, scheme, generator))
-    # Frequencies are computed and not drawn. They were on meta, where nothing is.
+    # Rotary frequencies are computed, not drawn; on the meta device they had no values.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=model.config).to(device)
     if model.config.tie_word_embeddings:
@@ -168,14 +167,14 @@ def fill(
 
 
 def held_bytes(model: Any) -> int:
-    """Of all weights as they lie in memory."""
+    """Memory of all weights."""
     dense: int = sum(parameter.nbytes for parameter in model.parameters())
     return dense + sum(m.nbytes() for m in model.modules() if isinstance(m, QuantLinear))
 
 
 def read_bytes(model: Any) -> int:
-    """Of the weights that every step reads: all linears, lm_head among them. Of the embedding it
-    reads one row a token; where it is tied it is lm_head's weight, and counts as that."""
+    """Weights that every step reads: all linears, lm_head included. The embedding counts only where
+    it is tied to lm_head: otherwise a step reads one row of it for each token."""
     total = 0
     for module in model.modules():
         if isinstance(module, nn.Linear | QuantLinear):
@@ -185,7 +184,7 @@ def read_bytes(model: Any) -> int:
 
 
 def _packed(model: Any, scheme: Scheme | None) -> Iterator[tuple[str, nn.Linear]]:
-    """What checkpoints of the scheme hold packed: linears of the blocks."""
+    """The linears that checkpoints of the scheme hold packed: those of the blocks."""
     if scheme is not None:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and module is not model.lm_head:

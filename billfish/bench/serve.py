@@ -1,12 +1,12 @@
-"""`bench serve`: load on a server over HTTP, ours or any that speaks OpenAI's completions.
+"""`bench serve`: load on any HTTP server with OpenAI's completions endpoint.
 
-Requests arrive at random at a given rate (Poisson), so that some of them meet and some do not.
-Times are those of `vllm bench serve`, of each request from the moment it is sent:
+Requests arrive as a Poisson process of a given rate. Times are defined as in `vllm bench serve`,
+for each request from the moment it is sent:
 
     TTFT  to the first chunk        TPOT  (E2E - TTFT) / (output tokens - 1)
     E2E   to the last chunk         ITL   between one chunk and the next
 
-A request that fails is counted and named, and is in none of them.
+Failed requests are counted with their errors and left out of the times.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ RESULT_VERSION = 1
 Result = dict[str, Any]
 Say = Callable[[str], None]
 PERCENTILES = (50, 90, 99)
-# What prompts are made of: its tokens, in any order. No two prompts share a prefix worth caching.
+# Prompts are its tokens in random order, so that no two share a prefix worth caching.
 SAMPLE = (
     "The quick brown fox jumps over the lazy dog while 42 sailors watch billfish at the speed of "
     "memory; few bits are enough, they say, if each of them is read once and in the right order."
@@ -40,13 +40,13 @@ SAMPLE = (
 class Load:
     url: str
     rates: tuple[float, ...]  # requests a second; inf: all at once
-    requests: int = 100  # of each rate
-    input: tuple[int, int] = (64, 64)  # tokens, least and most
+    requests: int = 100  # at each rate
+    input: tuple[int, int] = (64, 64)  # fewest and most tokens
     output: tuple[int, int] = (64, 64)
     model: str | None = None  # None: the server's first
     key: str | None = None
     seed: int = 0
-    seconds: float = 600.0  # that one request may take
+    seconds: float = 600.0  # timeout of one request
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -59,12 +59,12 @@ class Load:
 
 @dataclass
 class Seen:
-    """One request, in seconds since it was sent."""
+    """What was observed of one request; times in seconds since it was sent."""
 
     first: float | None = None
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    asked: int = 0  # tokens, as the server counts them
+    asked: int = 0  # prompt tokens, as the server counts them
     written: int = 0
     error: str | None = None
 
@@ -77,7 +77,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """`64`, or `16-128`: anything between."""
+    """`64`, or the range `16-128`."""
     low, dash, high = text.partition("-")
     if low.isdecimal() and (high.isdecimal() or not dash):
         found = int(low), int(high or low)
@@ -86,7 +86,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     raise UserError(f"{option} {text}: a number of tokens, or a range such as 16-128.")
 
 
-def measure(load: Load, say: Say, keep: Callable[[Result], None]) -> Result:
+def measure_server(load: Load, say: Say, keep: Callable[[Result], None]) -> Result:
     try:
         import httpx
     except ImportError:
@@ -142,7 +142,7 @@ async def _measure(load: Load, say: Say, keep: Callable[[Result], None]) -> Resu
             draw = random.Random(load.seed + place)
             started = time.perf_counter()
             seen = await _all(http, model, words, load, rate, draw)
-            point = summary(seen, time.perf_counter() - started)
+            point = summarize_load(seen, time.perf_counter() - started)
             result["points"].append({"rate": _rate(rate), **point})
             keep(result)
     result["complete"] = True
@@ -163,7 +163,7 @@ async def _all(
     for _ in range(load.requests):
         prompt = draw.choices(words, k=draw.randint(*load.input))
         count = draw.randint(*load.output)
-        # By the clock and not one after the other: what sending takes does not lower the rate.
+        # At absolute times: the time that sending takes does not lower the rate.
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(_one(http, model, prompt, count)))
         due += 0.0 if math.isinf(rate) else draw.expovariate(rate)
@@ -211,7 +211,7 @@ def _note(seen: Seen, event: Any, now: float) -> None:
         seen.last = now
 
 
-def summary(seen: list[Seen], duration: float) -> Result:
+def summarize_load(seen: list[Seen], duration: float) -> Result:
     good = [one for one in seen if one.error is None and one.first is not None]
     errors = Counter(one.error for one in seen if one.error is not None)
     written = sum(one.written for one in good)
@@ -232,7 +232,7 @@ def summary(seen: list[Seen], duration: float) -> Result:
 
 
 def _times(seconds: list[float]) -> Result | None:
-    """In ms. Percentiles with linear interpolation, as NumPy's."""
+    """In ms; percentiles are interpolated linearly, as NumPy's are."""
     if not seconds:
         return None
     ranked = sorted(1e3 * each for each in seconds)

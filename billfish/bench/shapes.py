@@ -1,7 +1,6 @@
-"""What is measured: named sets of linears, k x n as they are served, and lists of batch sizes.
+"""The shapes that benchmarks measure: sets of linears k x n by model, and lists of batch sizes.
 
-Serving fuses q, k, v into one product and gate, up into another, so that a decoder layer is four.
-Text in, shapes out; knows nothing of schemes, devices or time.
+Serving fuses q, k, v into one linear and gate, up into another, so that a decoder layer has four.
 """
 
 import re
@@ -11,7 +10,7 @@ from billfish.errors import UserError
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     name: str  # qkv, o, gate_up, down; empty for a literal shape
     k: int
     n: int
@@ -20,26 +19,26 @@ class Linear:
 @dataclass(frozen=True)
 class ShapeSet:
     name: str
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearShape, ...]
 
     @property
     def is_layer(self) -> bool:
-        """Whether the linears follow each other in a decoder layer, so that a chain has a sense."""
+        """Whether the linears make up a decoder layer, which is also measured as a whole."""
         return len(self.linears) == 4
 
-    def label(self, linear: Linear) -> str:
+    def label(self, linear: LinearShape) -> str:
         return f"{self.name} {linear.name}".strip()
 
 
 def decoder(name: str, hidden: int, heads: int, kv_heads: int, head: int, mlp: int) -> ShapeSet:
-    """The four products of a decoder layer with gated MLP."""
+    """The four linears of a decoder layer with gated MLP."""
     return ShapeSet(
         name,
         (
-            Linear("qkv", hidden, (heads + 2 * kv_heads) * head),
-            Linear("o", heads * head, hidden),
-            Linear("gate_up", hidden, 2 * mlp),
-            Linear("down", mlp, hidden),
+            LinearShape("qkv", hidden, (heads + 2 * kv_heads) * head),
+            LinearShape("o", heads * head, hidden),
+            LinearShape("gate_up", hidden, 2 * mlp),
+            LinearShape("down", mlp, hidden),
         ),
     )
 
@@ -67,7 +66,7 @@ def parse_shapes(text: str) -> tuple[ShapeSet, ...]:
             k, n = int(literal[1]), int(literal[2])
             if not k or not n:
                 raise UserError(f"shapes {name!r}: k and n are 1 or more.")
-            found[name] = ShapeSet(name, (Linear("", k, n),))
+            found[name] = ShapeSet(name, (LinearShape("", k, n),))
         elif name in SETS:
             found[name] = SETS[name]
         else:

@@ -1,9 +1,9 @@
-"""Whether a kernel keeps its rate when the GPU runs for a minute and its clocks fall.
+"""Whether a kernel keeps its speed when the GPU is busy for a minute and its clocks drop.
 
     first, last = median us of the first and of the last tenth of the seconds;  kept = first / last
 
-Linear by linear and m by m: the scheme's op, and right after it cuBLAS for a quarter of the time.
-Nothing waits for the card to cool, so that only the first point starts from a cold one.
+For each linear and m the scheme's op runs, and right after it cuBLAS for a quarter of the time. The
+card does not cool down in between: only the first point starts on a cold one.
 """
 
 import statistics
@@ -16,25 +16,25 @@ import torch
 
 from billfish.bench.kernels import (
     DTYPES,
+    KernelBench,
     KernelRequest,
+    KernelVariant,
     Result,
-    Run,
-    Variant,
     circumstances,
     peaks_of,
 )
-from billfish.bench.shapes import Linear
+from billfish.bench.shapes import LinearShape
 from billfish.bench.timing import Call, Card, Rules
 from billfish.errors import UserError
 
-# Text, so that bench kernels --from, which reads its own version 1, refuses such a file.
+# Not a number: `bench kernels --from` accepts version 1 of its own results, and refuses this one.
 RESULT_VERSION = "sustain 1"
-LEAST_SECONDS = 2  # a first and a last
+LEAST_SECONDS = 2  # one for `first`, one for `last`
 READ = ("sm_mhz", "watts", "celsius")
 
 
-class Sustain(Run):
-    """One request on one card, its first dtype and group size, with the default launch."""
+class Sustain(KernelBench):
+    """One request on one card, in its first dtype and group size, with programmatic launches."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Sustain(Run):
     ) -> None:
         super().__init__(request, card, rules, say, keep)
         self.seconds, self.dense_seconds = seconds, max(LEAST_SECONDS, seconds // 4)
-        self.variant = Variant(request.dtypes[0], request.group_sizes[0], request.symmetric)
+        self.variant = KernelVariant(request.dtypes[0], request.group_sizes[0], request.symmetric)
 
     def measure(self) -> Result:
         self.request.refuse(self.device)
@@ -70,11 +70,11 @@ class Sustain(Run):
         self._keep()
         return self.result
 
-    def _linear(self, linear: Linear) -> None:
+    def _linear(self, linear: LinearShape) -> None:
         k, n, dtype = linear.k, linear.n, self.variant.dtype
         dense_bytes = k * n * DTYPES[dtype].itemsize
         failed = None
-        try:  # both before the first second: nothing is made between an op and cuBLAS
+        try:  # all weights before the first second, so that cuBLAS follows the op at once
             ops = self._ops(linear, self.variant)
             copies = self.rules.copies(dense_bytes, self.rules.least_dense_copies)
             weights = [self._randn(n, k, dtype) for _ in range(copies)]
@@ -98,7 +98,7 @@ class Sustain(Run):
                     point["cublas"] = self._sustain(calls, dense_bytes, point, self.dense_seconds)
                 except torch.OutOfMemoryError:
                     point["error"] = f"out of memory at m = {m}"
-                except UserError as error:  # a kernel that does not compile here, say
+                except UserError as error:  # such as a kernel that does not compile for this GPU
                     point["error"] = str(error)
             self._keep()
 
@@ -106,12 +106,12 @@ class Sustain(Run):
         k, n, m = point["k"], point["n"], point["m"]
         moved, flop = weights + self._traffic(k, n, m, self.variant.dtype), 2 * m * n * k
         launches = self.rules.launches(len(calls), self.peaks.floor_us(moved, flop))
-        found = summary(self.card.sustain(calls, launches, seconds))
+        found = summarize_seconds(self.card.sustain(calls, launches, seconds))
         return {"copies": len(calls), "launches": launches, **found}
 
 
-def summary(timed: Sequence[tuple[float, dict[str, Any] | None]]) -> Result:
-    """Samples, one a second, and what is left of the rate at their end."""
+def summarize_seconds(timed: Sequence[tuple[float, dict[str, Any] | None]]) -> Result:
+    """One sample a second, and the share of the first speed that is left at the end."""
     samples = [
         {"second": second, "us": us, **{name: (told or {}).get(name) for name in READ}}
         for second, (us, told) in enumerate(timed, start=1)

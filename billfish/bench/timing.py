@@ -1,19 +1,17 @@
-"""How a kernel is timed, and the card that runs it: the one file of the bench that needs a GPU.
+"""How kernels are timed on a GPU.
 
 A chain of launches over rotating copies of the weights is captured in a CUDA graph and replayed.
-The copies are too many for the L2, so every launch reads from memory, as in a model; nothing is
-flushed, because a flush that writes leaves dirty lines whose way out is then timed as well.
+The copies do not fit in the L2 cache, so every launch reads from memory, as in a model. The cache
+is not flushed: a flush writes, and its dirty lines would be written back while a kernel is timed.
 
     copy 0, copy 1, ... copy c-1, copy 0, ...   one graph;  event | replay | event | replay | event
 
-"pdl" is the default launch with programmatic edges, "plain" waits for the launch before it.
-Clocks and power are read, never set.
+Mode "pdl" launches with programmatic dependencies, as models do; in mode "plain" each launch waits
+for the end of the one before.
 """
 
 import math
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from billfish.bench import nvml
 from billfish.errors import UserError
 from billfish.kernels import device, jit, launch
 
@@ -32,37 +31,29 @@ Readings = dict[str, Any] | None
 MODES = ("pdl", "plain")
 READ_BYTES = 2**30
 MATMUL = 8192
-SMI_FIELDS = {  # name of ours -> name of nvidia-smi's
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "most_sm_mhz": "clocks.max.sm",
-    "watts": "power.draw",
-    "limit_watts": "power.limit",
-    "celsius": "temperature.gpu",
-}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the protocol; they are written into every result."""
+    """The numbers of the measuring protocol; every result file has them."""
 
-    rotating_bytes: int = 400_000_000  # copies hold more than this; the L2 of an H200 has 60 MB
+    rotating_bytes: int = 400_000_000  # of all copies together; the L2 cache of an H200 has 60 MB
     least_copies: int = 4
-    most_copies: int = 4096  # reached below 100 kB a copy: such layers may be found in the L2
-    least_dense_copies: int = 2  # fp16 weights of 400 MB and more: two are enough, and fit
+    most_copies: int = 4096  # reached below 100 kB a copy: such layers may stay in the L2 cache
+    least_dense_copies: int = 2  # of fp16 weights above 400 MB: two exceed the L2 cache, and fit
     least_launches: int = 50
     most_launches: int = 200
-    graph_us: float = 2000.0  # between the two: launches enough to make the start of a graph small
+    graph_us: float = 2000.0  # within those limits a graph lasts so long, which hides its start
     warm_seconds: float = 0.03
     least_replays: int = 7
     most_replays: int = 100
-    seconds: float = 0.5  # of one measurement, as far as least_replays allows
+    seconds: float = 0.5  # that one measurement lasts, unless least_replays take longer
 
     def copies(self, nbytes: int, least: int) -> int:
         return max(least, min(self.rotating_bytes // nbytes + 1, self.most_copies))
 
     def launches(self, copies: int, floor_us: float) -> int:
-        """A multiple of the copies within the limits; one round where the copies are more."""
+        """A multiple of the copies within the limits; every copy once if the copies exceed them."""
         wanted = min(max(self.graph_us / floor_us, self.least_launches), self.most_launches)
         rounds = max(1, int(wanted) // copies)
         if rounds * copies < self.least_launches:
@@ -70,7 +61,7 @@ class Rules:
         return rounds * copies
 
     def replays(self, seconds: float) -> int:
-        """Of a graph that takes so long."""
+        """`seconds`: of one replay."""
         wanted = int(self.seconds / max(seconds, 1e-9))
         return min(max(wanted, self.least_replays), self.most_replays)
 
@@ -80,7 +71,7 @@ QUICK = Rules(warm_seconds=0.01, least_replays=5, most_replays=15, seconds=0.1)
 
 @dataclass(frozen=True)
 class Timing:
-    """us per launch, over replays."""
+    """Microseconds per launch, over replays."""
 
     median: float
     p10: float
@@ -97,26 +88,26 @@ class Timing:
 
 
 class Card(Protocol):
-    """What runs and times the launches; tests bring their own."""
+    """Runs and times launches; tests have one without a GPU."""
 
     device: torch.device
 
     def facts(self) -> dict[str, Any]:
-        """Name, architecture, driver: what does not change."""
+        """What stays the same during a run: name, architecture, driver."""
 
     def readings(self) -> Readings:
-        """Clocks, power and temperature now; None where nothing can tell."""
+        """Clocks, power and temperature now; None if unknown."""
 
     def ceilings(self) -> dict[str, Any]:
-        """What this card reaches in this run, whatever its datasheet says."""
+        """Bandwidth and FLOP/s that PyTorch reaches on this card in this run."""
 
     def time(self, calls: Sequence[Call], launches: int, mode: str) -> Timing:
-        """Launches in all, going round the calls."""
+        """`launches` in all, going round the calls."""
 
     def sustain(
         self, calls: Sequence[Call], launches: int, seconds: int
     ) -> list[tuple[float, Readings]]:
-        """Of each second of a run without a pause: us per launch, and readings."""
+        """(us per launch, readings) for each second of a run without a pause."""
 
 
 class GraphCard:
@@ -131,43 +122,20 @@ class GraphCard:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def facts(self) -> dict[str, Any]:
-        found, driver = device.gpu(self.device), self._smi(["driver_version"])
+        found = device.gpu(self.device)
         return {
             "name": found.name,
             "arch": found.arch,
             "sm_count": found.sms,
             "memory_bytes": torch.cuda.get_device_properties(self.device).total_memory,
             "l2_bytes": found.l2_bytes,
-            "driver": driver[0] if driver else None,
+            "driver": nvml.driver_version(),
             "cuda": torch.version.cuda,
             "nvrtc": nvrtc_version(),
         }
 
     def readings(self) -> Readings:
-        values = self._smi(list(SMI_FIELDS.values()))
-        if values is not None:
-            return {name: number(value) for name, value in zip(SMI_FIELDS, values, strict=True)}
-        try:  # through pynvml, where that is installed
-            return {
-                "sm_mhz": torch.cuda.clock_rate(self.device),
-                "watts": torch.cuda.power_draw(self.device) / 1000,
-                "celsius": torch.cuda.temperature(self.device),
-            }
-        except Exception:  # NVML has exceptions of its own, and no reading is worth a run
-            return None
-
-    def _smi(self, fields: list[str]) -> list[str] | None:
-        uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
-        if shutil.which("nvidia-smi") is None or uuid is None:
-            return None
-        query = [f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}"]
-        command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        except (subprocess.SubprocessError, OSError):
-            return None
-        values = [value.strip() for value in done.stdout.strip().split(",")]
-        return values if len(values) == len(fields) else None
+        return nvml.readings(self.device)
 
     def ceilings(self) -> dict[str, Any]:
         buffer = torch.rand(READ_BYTES // 4, device=self.device)
@@ -183,7 +151,7 @@ class GraphCard:
         }
 
     def _eager(self, call: Call, repeats: int = 20) -> float:
-        """Median seconds of one long launch: its own start is not worth a graph."""
+        """Median seconds of one launch, long enough to be timed without a graph."""
         marks = _marks(2 * repeats)
         for _ in range(5):
             call()
@@ -220,18 +188,20 @@ class GraphCard:
             one = statistics.median(self._replay(graph, self.rules.least_replays))
             return self._sustain(graph, launches, seconds, one)
         finally:
-            torch.cuda.synchronize(self.device)  # an interrupt leaves up to two seconds queued
+            torch.cuda.synchronize(
+                self.device
+            )  # after an interrupt up to two seconds of work are queued
             graph.reset()
 
     def _sustain(
         self, graph: torch.cuda.CUDAGraph, launches: int, seconds: int, one: float
     ) -> list[tuple[float, Readings]]:
-        """The next second is always queued before this one is waited for; a thread reads."""
+        """Queues the next second's work before it waits for this one; a thread takes readings."""
         marks, replays = _marks(seconds + 1), list[int]()
         times: list[float] = []
-        told: list[Future[Readings]] = []
+        taken: list[Future[Readings]] = []
 
-        def queue() -> None:  # about a second, by the replay last timed
+        def queue() -> None:  # about a second of replays, by the time of the last ones
             replays.append(max(1, round(1 / max(one, 1e-6))))
             for _ in range(replays[-1]):
                 graph.replay()
@@ -241,19 +211,19 @@ class GraphCard:
         queue()
         with ThreadPoolExecutor(1) as reader:
             for second in range(seconds):
-                # A reading that takes longer than its second stands for the next one as well.
-                late = told and not told[-1].done()
-                told.append(told[-1] if late else reader.submit(self.readings))
+                # A reading that takes longer than a second counts for the next second as well.
+                late = taken and not taken[-1].done()
+                taken.append(taken[-1] if late else reader.submit(self.readings))
                 if len(replays) < seconds:
                     queue()
                 marks[second + 1].synchronize()
                 one = _seconds(marks[second], marks[second + 1]) / replays[second]
                 times.append(one * 1e6 / launches)
-            return [(us, reading.result()) for us, reading in zip(times, told, strict=True)]
+            return [(us, reading.result()) for us, reading in zip(times, taken, strict=True)]
 
     def _capture(self, calls: Sequence[Call], launches: int) -> torch.cuda.CUDAGraph:
-        # Eager first, on a stream of its own: it compiles, makes what an op makes once, and runs
-        # out of memory here and not in the middle of a capture.
+        # Runs eagerly first, on another stream: kernels compile, ops allocate their workspaces, and
+        # memory runs out here instead of during the capture.
         aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(aside):
@@ -263,11 +233,11 @@ class GraphCard:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for index in range(launches):
-                calls[index % len(calls)]()  # y is dropped at once: the graph's pool reuses it
+                calls[index % len(calls)]()  # y is freed at once: the graph's memory pool reuses it
         return graph
 
     def _replay(self, graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
-        """Seconds of each. Queued without a pause, so that the host's time is not in them."""
+        """Seconds of each replay. All are queued at once, which hides the host's time."""
         marks = _marks(replays + 1)
         marks[0].record()
         for mark in marks[1:]:
@@ -286,16 +256,8 @@ def _seconds(before: torch.cuda.Event, after: torch.cuda.Event) -> float:
     return float(before.elapsed_time(after)) / 1000
 
 
-def number(text: str) -> float | None:
-    """nvidia-smi says [N/A] or [Not Supported] where it does not know."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def nvrtc_version() -> str | None:
-    """Of the compiler that kernels are made with; None where its bindings are missing."""
+    """None if the bindings are not installed."""
     try:
         return jit.version()
     except UserError:

@@ -1,6 +1,6 @@
-"""`billfish bench tune`: the search for a scheme's best tile configurations, and the table of them.
+"""`bench tune`: searches a scheme's fastest tile configurations and writes their table.
 
-What is tried is the scheme's own (its family's `tuner`); here it is measured and written down.
+The scheme's `tuner` module has the candidates and measures them.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def search(
 
 
 def merged(table: Result, found: Result) -> Result:
-    """The table with this search in place of what it has of the same device and layers."""
+    """The table, in which this search replaces results for the same device and layers."""
     sizes = {(layer["k"], layer["n"]) for layer in found["layers"]}
     searches = []
     for search in table["searches"]:
@@ -60,7 +60,7 @@ def merged(table: Result, found: Result) -> Result:
 
 
 def text(table: Result) -> str:
-    """JSON with a line for each layer."""
+    """JSON with one line per layer."""
     parts = []
     for search in table["searches"]:
         facts = ",\n ".join(

@@ -1,5 +1,5 @@
-"""What `bench generate` is asked: weights and cache, batch sizes, lengths, memory. Text in, checked
-values out, before anything is loaded.
+"""The options of `bench generate`, parsed and checked before anything is loaded: weights and KV
+cache, batch sizes, lengths, memory.
 """
 
 import math
@@ -21,7 +21,7 @@ STORED = "stored"  # as a checkpoint holds them
 
 
 @dataclass(frozen=True)
-class Variant:
+class ModelVariant:
     weights: str
     kv: str
 
@@ -33,16 +33,16 @@ class Variant:
 class GenerateRequest:
     model: str  # a checkpoint directory; if random a model's name, a config.json or its directory
     random: bool
-    variants: tuple[Variant, ...]
+    variants: tuple[ModelVariant, ...]
     batches: tuple[int | None, ...] = (1, 16, 64)  # None: as many as fit
     input: int = 64
     output: int = 64
     rounds: int = 3
     memory: int | None = None  # bytes, of weights and cache together
     bandwidth: float | None = None  # bytes a second
-    dtype: str = "auto"  # that packed and stored weights are computed in; dense ones name theirs
+    dtype: str = "auto"  # to compute with packed or stored weights; dense variants name theirs
     group_size: int = 128
-    max_batched_tokens: int | None = None  # of a step; None: the engine's
+    max_batched_tokens: int | None = None  # of a step; None: the engine's default
 
     def __post_init__(self) -> None:
         rules = {"input": (self.input, 1), "output": (self.output, 2), "rounds": (self.rounds, 1)}
@@ -68,10 +68,10 @@ class GenerateRequest:
                 )
         if self.random:
             for variant in self.variants:
-                self.scheme(variant)  # refuses what is no group size
+                self.scheme(variant)  # raises if the group size is invalid
 
-    def scheme(self, variant: Variant) -> Scheme | None:
-        """Of a random model's linears; None: dense."""
+    def scheme(self, variant: ModelVariant) -> Scheme | None:
+        """Of the linears of a random model; None: dense."""
         if variant.weights not in SCHEMES:
             return None
         return with_options(variant.weights, group_size=self.group_size)
@@ -86,22 +86,22 @@ def weights_known() -> tuple[str, ...]:
 
 
 def type_of(device: torch.device, dtype: str = "auto") -> torch.dtype:
-    """That a model without files computes in: one of fp16 on a GPU, of bf16 elsewhere."""
+    """The dtype of a random model, as if stored in fp16 for a GPU and in bf16 for a CPU."""
     stored = torch.float16 if device.type == "cuda" else torch.bfloat16
     return compute_dtype(stored, device, dtype)
 
 
 def usual(random: bool, device: torch.device, dtype: str = "auto") -> str:
-    """Variants, if none are named."""
+    """The default variants."""
     if not random:
         return f"{STORED}+kv16"
     own = next(name for name, known in DENSE.items() if known == type_of(device, dtype))
     return f"{own}+kv16,{DEFAULT}+kv16"
 
 
-def parse_variants(text: str) -> tuple[Variant, ...]:
+def parse_variants(text: str) -> tuple[ModelVariant, ...]:
     """ "fp16+kv16,w4a16+kv4" -> variants, each once, in the order given."""
-    found: dict[Variant, None] = {}
+    found: dict[ModelVariant, None] = {}
     known = weights_known()
     for word in words(text):
         weights, _, kv = word.partition("+")
@@ -110,7 +110,7 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
                 f"variant {word!r}: is weights+cache, such as w4a16+kv4. Weights: "
                 f"{', '.join(weights_known())}; cache: {', '.join(FORMATS)}."
             )
-        found[Variant(weights, kv)] = None
+        found[ModelVariant(weights, kv)] = None
     if not found:
         raise UserError(f"variants {text!r}: none given. Give one, such as w4a16+kv16.")
     return tuple(found)

@@ -97,7 +97,7 @@ def kernels(
             # Known only after measuring: the plots are drawn without them.
             told = "no time of this card, shapes and batch sizes in float16, group 128, symmetric"
             show.note(f"not drawn: {peers}, which has {told}")
-        for path in pictures.draw(result, plot, others):
+        for path in pictures.draw_kernels(result, plot, others):
             show.note(f"drawn: {path}")
     if failed:
         raise typer.Exit(1)  # the table has each point's error
@@ -253,10 +253,10 @@ def generate(
             max_batched_tokens=max_batched_tokens,
         )
         with show.status(json_) as say:
-            result = bench.Run(request, chosen, say, keeper(save)).measure()
+            result = bench.GenerateBench(request, chosen, say, keeper(save)).measure()
     present(result, json_, show_bench.generated, save)
     if plot is not None:
-        plot_generate.draw(result, plot)
+        plot_generate.draw_generate(result, plot)
         show.note(f"drawn: {plot}")
 
 
@@ -312,14 +312,14 @@ def _request(
 
 
 def _measure(request: Any, quick: bool, target: Path | None, quiet: bool) -> dict[str, Any]:
-    from billfish.bench.kernels import Run
+    from billfish.bench.kernels import KernelBench
     from billfish.bench.timing import QUICK, GraphCard, Rules
 
     rules = QUICK if quick else Rules()
     card = GraphCard(rules)
 
     with show.status(quiet) as say:
-        return Run(request, card, rules, say, keeper(target)).measure()
+        return KernelBench(request, card, rules, say, keeper(target)).measure()
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What this machine can do for Billfish, and what to do about what it cannot: `billfish doctor`.
+"""`billfish doctor`: what works on this machine, and how to repair what does not.
 
-A problem is something that will not work, and always comes with a fix; a note is something that
-could be faster, is untested or is not there yet. Only looks: nothing is written or installed, and
-no package is imported for its version alone. One tiny kernel is compiled, in memory.
+A problem will not work, and comes with a fix; a note could be faster, is untested or is missing but
+optional. Nothing is written or installed, and no package is imported for its version alone. One
+small kernel is compiled, in memory.
 """
 
 import importlib
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from packaging.version import Version
 
 from billfish.errors import UserError
-from billfish.kernels import cpu as processor
-from billfish.kernels import jit
+from billfish.kernels import cpu, jit
 from billfish.kernels.cache import directory as cache_directory
-from billfish.kernels.device import HOPPER
-from billfish.kernels.device import gpu as gpu_of
+from billfish.kernels.device import HOPPER, gpu
 from billfish.kernels.launch import Loaded, LoadError
 from billfish.models.compute import VARIABLE, cpu_type
 from billfish.schemes import SCHEMES
@@ -34,9 +33,7 @@ CPUINFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 PROBE = jit.Program(Path(jit.__file__).parent / "probe.cuh", "billfish::probe<3>")
-LITTLE_DISK = 10**9  # bytes: less than this and a cache of kernels may not fit
-
-Version = tuple[int, ...]
+LITTLE_DISK = 10**9  # bytes, below which the cache of compiled kernels may not fit
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,15 @@ class Finding:
 @dataclass(frozen=True)
 class Package:
     name: str  # as pip calls it
-    least: Version
-    tested: tuple[Version, Version] | None = None  # first and last, of as many numbers as are given
+    least: str
+    tested: tuple[str, str] | None = None  # the first and the last minor release
     why: str = ""
 
 
 REQUIRED = (
-    Package("torch", (2, 10), ((2, 11), (2, 13))),
-    Package("transformers", (5, 3), ((5, 17), (5, 22)), " Older ones run code from config.json."),
-    Package("safetensors", (0, 4, 5)),
+    Package("torch", "2.10", ("2.11", "2.13")),
+    Package("transformers", "5.3", ("5.17", "5.22"), " Older ones run code from config.json."),
+    Package("safetensors", "0.4.5"),
 )
 EXTRAS = {  # package -> (extra, what it is for)
     "lm-eval": ("eval", "zero-shot tasks through lm-eval"),
@@ -69,19 +66,29 @@ EXTRAS = {  # package -> (extra, what it is for)
 
 
 def diagnose() -> list[Finding]:
-    found = [python(), *(package(wanted) for wanted in REQUIRED)]
-    found += [extra(name) for name in EXTRAS]
-    found += [cpu(), compute(), threads(), cpu_kernels(), gpu(), nvrtc(), kernels()]
-    found += [cache(), disk(), hub()]
-    return found
+    return [
+        check_python(),
+        *map(check_package, REQUIRED),
+        *map(check_extra, EXTRAS),
+        check_cpu(),
+        check_compute_type(),
+        check_threads(),
+        check_cpu_kernels(),
+        check_gpu(),
+        check_nvrtc(),
+        check_cuda_kernels(),
+        check_cache(),
+        check_disk(),
+        check_hub(),
+    ]
 
 
 # -- packages
 
 
-def python() -> Finding:
+def check_python() -> Finding:
     version = platform.python_version()
-    if release(version) < (3, 11):
+    if release(version) < Version("3.11"):
         fix = "Make an environment with Python 3.11 or newer and install Billfish there."
         return Finding("python", "problem", f"{version}; 3.11 or newer is needed.", fix)
     return Finding("python", "ok", version)
@@ -95,27 +102,27 @@ def installed(name: str) -> str | None:
 
 
 def release(version: str) -> Version:
-    """The numbers a version begins with: 2.13.0+cpu is (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    """Without pre-release and build: 2.14.0a0+cpu counts as 2.14.0."""
+    return Version(Version(version).base_version)
 
 
-def package(wanted: Package) -> Finding:
-    version, least = installed(wanted.name), ".".join(map(str, wanted.least))
+def check_package(wanted: Package) -> Finding:
+    version, least = installed(wanted.name), wanted.least
     fix = f"pip install '{wanted.name}>={least}'"
     if version is None:
         return Finding(wanted.name, "problem", f"not installed; {least} or newer is needed.", fix)
-    numbers = release(version)
-    if numbers < wanted.least:
+    found = release(version)
+    if found < Version(least):
         detail = f"{version}; {least} or newer is needed.{wanted.why}"
         return Finding(wanted.name, "problem", detail, fix)
-    if wanted.tested and not wanted.tested[0] <= numbers[:2] <= wanted.tested[1]:
-        first, last = (".".join(map(str, end)) for end in wanted.tested)
-        return Finding(wanted.name, "note", f"{version}; tested are {first} to {last}.")
+    if wanted.tested:
+        first, last = wanted.tested
+        if not Version(first) <= Version(f"{found.major}.{found.minor}") <= Version(last):
+            return Finding(wanted.name, "note", f"{version}; tested are {first} to {last}.")
     return Finding(wanted.name, "ok", version)
 
 
-def extra(name: str) -> Finding:
+def check_extra(name: str) -> Finding:
     version, (group, purpose) = installed(name), EXTRAS[name]
     if version is None:
         fix = f"pip install 'billfish[{group}]'"
@@ -126,7 +133,7 @@ def extra(name: str) -> Finding:
 # -- processor
 
 
-def cpu() -> Finding:
+def check_cpu() -> Finding:
     info = CPUINFO.read_text(errors="replace") if CPUINFO.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags_line = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
@@ -148,8 +155,8 @@ def cpu() -> Finding:
     return Finding("cpu", "ok", detail)
 
 
-def compute() -> Finding:
-    """The type in which the CPU computes what is stored in 16 bits."""
+def check_compute_type() -> Finding:
+    """The dtype in which the CPU computes with weights stored in 16 bits."""
     try:
         chosen = cpu_type()
     except UserError as error:
@@ -159,7 +166,7 @@ def compute() -> Finding:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
+    """By the process's CPU affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     if CPU_QUOTA.is_file():
@@ -169,7 +176,7 @@ def usable_cores() -> int:
     return count
 
 
-def threads() -> Finding:
+def check_threads() -> Finding:
     running, cores = torch.get_num_threads(), usable_cores()
     detail = f"PyTorch computes with {running} threads, {cores} cores can be used"
     if running > cores:
@@ -182,8 +189,8 @@ def threads() -> Finding:
     return Finding("threads", "ok", detail)
 
 
-def cpu_kernels() -> Finding:
-    """Which instructions multiply codes; llvmlite compiles for them at a layer's first call."""
+def check_cpu_kernels() -> Finding:
+    """The instruction set that llvmlite compiles the CPU's kernels for."""
     if installed("llvmlite") is None:
         return Finding(
             "cpu kernels",
@@ -192,12 +199,10 @@ def cpu_kernels() -> Finding:
             "pip install llvmlite",
         )
     try:
-        found = processor.isa()
+        found = cpu.isa()
     except UserError as error:
-        return Finding("cpu kernels", "problem", str(error), f"unset {processor.VARIABLE}")
-    team = (
-        "threads of PyTorch's" if processor.openmp() else "one thread: PyTorch's are not OpenMP's"
-    )
+        return Finding("cpu kernels", "problem", str(error), f"unset {cpu.VARIABLE}")
+    team = "threads of PyTorch's" if cpu.openmp() else "one thread: PyTorch's are not OpenMP's"
     detail = f"{found.name}, {found.lanes} outputs at a time, {team}"
     if found.name == "plain":
         return Finding("cpu kernels", "note", f"{detail}; no instruction multiplies bytes: slow.")
@@ -208,12 +213,12 @@ def cpu_kernels() -> Finding:
 
 
 def fast_on_gpu(name: str) -> bool:
-    """Whether a scheme has an op for the GPU here, beside the reference."""
+    """Whether a scheme has an op beside the reference that runs on this GPU."""
     scheme, device = with_options(name), torch.device("cuda")
     return any(op.refuses(scheme, 4096, 4096, device) is None for op in ops_of(scheme)[:-1])
 
 
-def gpu() -> Finding:
+def check_gpu() -> Finding:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(0)
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -247,8 +252,8 @@ def gpu() -> Finding:
     return Finding("gpu", "note", detail, fix)
 
 
-def nvrtc() -> Finding:
-    """The compiler of CUDA kernels: cuda.core, cuda.bindings and the library itself."""
+def check_nvrtc() -> Finding:
+    """The compiler of CUDA kernels: cuda.core, cuda.bindings and libnvrtc."""
     fix = "pip install 'billfish[cuda]'"
     missing = [name for name in ("cuda.core", "cuda.bindings") if not importable(name)]
     if missing:
@@ -265,13 +270,13 @@ def nvrtc() -> Finding:
     return Finding("nvrtc", "ok", f"{major}.{minor}")
 
 
-def kernels() -> Finding:
-    """Compiles the smallest kernel and, if there is a GPU, runs it and looks at the numbers."""
+def check_cuda_kernels() -> Finding:
+    """Compiles a small kernel and, if there is a GPU, runs it and checks its results."""
     here = torch.cuda.is_available()
-    arch = gpu_of().arch if here else "sm_90a"
+    arch = gpu().arch if here else "sm_90a"
     begin = time.perf_counter()
     try:
-        cubin = jit.compile(PROBE, arch)  # not from the cache: the compiler is what is looked at
+        cubin = jit.compile(PROBE, arch)  # without the cache: this tests the compiler
         seconds = time.perf_counter() - begin
         if not here:
             return Finding("kernels", "ok", f"compile ({arch}, {seconds:.2f} s); no GPU to run on")
@@ -293,12 +298,12 @@ def kernels() -> Finding:
 
 
 def run_probe(cubin: jit.Cubin) -> str | None:
-    """What is wrong with its numbers; the kernel is y[i] = 3 x[i] + i."""
+    """What is wrong with its results, if anything; the kernel computes y[i] = 3 x[i] + i."""
     x = torch.arange(1000, dtype=torch.float32, device="cuda").flip(0)
     y = torch.empty_like(x)
     block = 128
     arguments = (y.data_ptr(), x.data_ptr(), len(x))
-    Loaded(cubin, gpu_of(), PROBE.name).launch(-(-len(x) // block), block, arguments)
+    Loaded(cubin, gpu(), PROBE.name).launch(-(-len(x) // block), block, arguments)
     expected = 3 * x.cpu() + torch.arange(len(x))
     different = int((y.cpu() != expected).sum())
     return f"{different} of {len(x)} numbers are wrong." if different else None
@@ -307,20 +312,20 @@ def run_probe(cubin: jit.Cubin) -> str | None:
 def importable(name: str) -> bool:
     try:
         return util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
-# -- places
+# -- directories
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the first of its parents that exists."""
+    """The path or its nearest parent that exists."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if os.path.exists(place))
 
 
-def cache() -> Finding:
+def check_cache() -> Finding:
     place = cache_directory()
     there = nearest(place)
     elsewhere = "or set BILLFISH_CACHE_DIR to a directory of your own"
@@ -342,7 +347,7 @@ def cache() -> Finding:
     return Finding("cache", "ok", f"{place}, writable by you alone")
 
 
-def disk() -> Finding:
+def check_disk() -> Finding:
     place = nearest(cache_directory())
     free = shutil.disk_usage(place).free
     detail = f"{free / 1e9:.1f} GB free at {place}"
@@ -352,7 +357,7 @@ def disk() -> Finding:
     return Finding("disk", "ok", detail)
 
 
-def hub() -> Finding:
+def check_hub() -> Finding:
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

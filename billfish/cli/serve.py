@@ -66,10 +66,10 @@ def serve(
     """Serve OpenAI's API, and a page to chat at /. SIGTERM finishes the requests that run."""
     need_server()
     from billfish.engine.llm import LLM
-    from billfish.server.run import Settings, bind, run
+    from billfish.server.run import ServerSettings, bind, run_server
 
     name = served_model_name if served_model_name is not None else model.resolve().name
-    settings = Settings(
+    settings = ServerSettings(
         name, host, port, api_key, max_queue, tool_call_parser=tool_call_parser.value
     )
     bound = bind(settings)
@@ -84,7 +84,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             gpu_memory=gpu_memory,
         )
-    run(llm, settings, bound, show.note)
+    run_server(llm, settings, bound, show.note)
 
 
 @cli_bench.app.command(
@@ -134,7 +134,7 @@ def bench_serve(
     """Send requests at random (Poisson) times, and measure TTFT, TPOT, ITL, E2E and throughput."""
     from billfish.bench import plot_serve
     from billfish.bench.plot import need_matplotlib
-    from billfish.bench.serve import Load, measure, parse_range, parse_rates
+    from billfish.bench.serve import Load, measure_server, parse_range, parse_rates
 
     if (target is None) == (config is None):
         raise UserError(
@@ -164,7 +164,7 @@ def bench_serve(
     keep = cli_bench.keeper(save)
     with show.status(json_) as say:
         if url is not None:
-            result = measure(load, say, keep)
+            result = measure_server(load, say, keep)
         else:
             result = _own(
                 load,
@@ -179,7 +179,7 @@ def bench_serve(
             )
     cli_bench.present(result, json_, show_bench.served, save)
     if plot is not None:
-        plot_serve.draw(result, plot)
+        plot_serve.draw_serve(result, plot)
         show.note(f"drawn: {plot}")
     servers = result.get("servers", [result])
     if not any(point["completed"] for server in servers for point in server["points"]):
@@ -198,7 +198,7 @@ def _own(
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     need_server()
-    from billfish.bench import own_server
+    from billfish.bench import local_server
     from billfish.bench import variants as asked
     from billfish.models.compute import device_of
 
@@ -208,4 +208,6 @@ def _own(
     if sequences < 1:
         raise UserError(f"--max-num-seqs {sequences}: at least 1.")
     tokens = load.input[1] + load.output[1]
-    return own_server.measure(own_server.Own(request, device, tokens, sequences), load, say, keep)
+    return local_server.measure_variants(
+        local_server.LocalServer(request, device, tokens, sequences), load, say, keep
+    )

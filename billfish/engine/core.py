@@ -25,6 +25,7 @@ from billfish.engine.runner import Decoded, Runner
 from billfish.engine.sampling import Chooser, Chosen, choose_tokens, logprobs_of
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
+from billfish.errors import UserError
 
 SCORED = 256  # prompt tokens whose logits are in memory at once
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -41,6 +42,12 @@ class Completion:
     finish_reason: Reason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
     error: str | None = None
+    user_error: bool = False  # the request itself caused the error
+
+    def fail(self, error: Exception) -> None:
+        self.user_error = isinstance(error, UserError)
+        self.error = str(error) if self.user_error else f"{type(error).__name__}: {error}"
+        self.finish_reason = "error"
 
 
 @dataclass
@@ -355,8 +362,7 @@ class Engine:
         del self.runs[run.sequence.name]
 
     def _fail(self, run: _Run, error: Exception) -> None:
-        run.completion.error = f"{type(error).__name__}: {error}"
-        run.completion.finish_reason = "error"
+        run.completion.fail(error)
         if self.runs.pop(run.sequence.name, None) is not None:
             self.scheduler.cancel(run.sequence.name)
 

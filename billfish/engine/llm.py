@@ -276,7 +276,7 @@ class _Worker:
             except Exception as error:  # a bug, which ends this request alone
                 self.engine.cancel(request.name)
                 for one in request.outputs:
-                    one.finish_reason, one.error = "error", f"{type(error).__name__}: {error}"
+                    one.fail(error)
                 self._tell([request])
 
         with self._lock:  # no request enters the queue of a thread that has ended

@@ -50,7 +50,8 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1)
         _whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens {self.min_tokens}: at most max_tokens {self.max_tokens}.")
+            told = f"min_tokens {self.min_tokens}: at most max_tokens {self.max_tokens}."
+            raise UserError(told, "min_tokens")
         _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, above=True)
         _whole("top_k", self.top_k, -1)
@@ -65,26 +66,28 @@ class SamplingParams:
                 _whole(name, getattr(self, name), 0, 20)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} {_told(getattr(self, name))}: true or false.")
+                raise UserError(f"{name} {_told(getattr(self, name))}: true or false.", name)
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if len(stops) > STOPS:
-            raise UserError(f"stop with {len(stops)} strings: at most {STOPS}. Leave some out.")
+            told = f"stop with {len(stops)} strings: at most {STOPS}. Leave some out."
+            raise UserError(told, "stop")
         for text in stops:
             if not isinstance(text, str) or not 1 <= len(text) <= STOP_LENGTH:
-                raise UserError(f"stop {_told(text)}: strings of 1 to {STOP_LENGTH} characters.")
+                told = f"stop {_told(text)}: strings of 1 to {STOP_LENGTH} characters."
+                raise UserError(told, "stop")
         ids = _items("stop_token_ids", self.stop_token_ids)
         if len(ids) > STOP_TOKENS:
-            raise UserError(f"stop_token_ids with {len(ids)} tokens: at most {STOP_TOKENS}.")
+            told = f"stop_token_ids with {len(ids)} tokens: at most {STOP_TOKENS}."
+            raise UserError(told, "stop_token_ids")
         for token in ids:
             _whole("stop_token_ids", token, 0)
         if not isinstance(self.logit_bias, Mapping):
-            raise UserError(
-                f"logit_bias {_told(self.logit_bias)}: a mapping of token ids to numbers."
-            )
+            told = f"logit_bias {_told(self.logit_bias)}: a mapping of token ids to numbers."
+            raise UserError(told, "logit_bias")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias: token", token, 0)
-            _number(f"logit_bias: token {token}:", bias, -100, 100)
+            _whole("logit_bias", token, 0, what="logit_bias: token")
+            _number("logit_bias", bias, -100, 100, what=f"logit_bias: token {token}:")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
@@ -92,19 +95,19 @@ class SamplingParams:
 
     def check_for(self, vocabulary: int, eos: Set[int]) -> None:
         """Checks that need the model: its tokens are 0 to vocabulary - 1, `eos` end a sequence."""
-        for name, ids in (
-            ("stop_token_ids", self.stop_token_ids),
-            ("logit_bias: token", tuple(self.logit_bias)),
+        for name, what, ids in (
+            ("stop_token_ids", "stop_token_ids", self.stop_token_ids),
+            ("logit_bias", "logit_bias: token", tuple(self.logit_bias)),
         ):
             if wrong := [token for token in ids if token >= vocabulary]:
-                raise UserError(
-                    f"{name} {wrong[0]}: this model's tokens are 0 to {vocabulary - 1}."
-                )
+                told = f"{what} {wrong[0]}: this model's tokens are 0 to {vocabulary - 1}."
+                raise UserError(told, name)
         ends = {token for token in (*eos, *self.stop_token_ids) if token < vocabulary}
         if self.min_tokens and len(ends) == vocabulary:
             raise UserError(
                 f"min_tokens {self.min_tokens}: every token of this model is among stop_token_ids "
-                "or its ends, so none could be written. Leave one of them out."
+                "or its ends, so none could be written. Leave one of them out.",
+                "min_tokens",
             )
 
 
@@ -122,21 +125,25 @@ def _structured(value: Any) -> StructuredOutputsParams | Matcher | None:
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise UserError(f"{name} {_told(value)}: a list.")
+        raise UserError(f"{name} {_told(value)}: a list.", name)
     return tuple(value)
 
 
-def _whole(name: str, value: Any, low: int, high: int = LARGEST) -> None:
+def _whole(name: str, value: Any, low: int, high: int = LARGEST, what: str = "") -> None:
+    """`what`: how the error calls the value, if not by the parameter's name."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UserError(f"{name} {_told(value)}: a whole number, {low} to {high}.")
+        told = f"{what or name} {_told(value)}: a whole number, {low} to {high}."
+        raise UserError(told, name)
 
 
-def _number(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
+def _number(
+    name: str, value: Any, low: float, high: float, above: bool = False, what: str = ""
+) -> None:
     """`above`: low itself is refused."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     if not known or not low <= value <= high or (above and value == low):  # NaN is in no range
         rule = f"above {low}, at most {high}" if above else f"{low} to {high}"
-        raise UserError(f"{name} {_told(value)}: a number, {rule}.")
+        raise UserError(f"{what or name} {_told(value)}: a number, {rule}.", name)
 
 
 def _told(value: Any) -> str:

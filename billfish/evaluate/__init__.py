@@ -1,1 +1,1 @@
-"""What a model is worth: perplexity, KL from a baseline, zero-shot tasks, and the report."""
+"""A model's quality: perplexity, KL divergence from a baseline, zero-shot tasks, and the report."""

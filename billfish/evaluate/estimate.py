@@ -1,8 +1,8 @@
-"""Means with their standard errors: the only statistics the evaluation uses.
+"""Means with their standard errors.
 
 A standard error needs two observations; with one it is None, never 0. Ratios are paired: both
-models answer the same questions, so what is hard for both cancels, and the error of a recovery is
-that of the difference (delta method on the pairs). Knows nothing of models, tokens or tasks.
+models answer the same questions, so the difficulty of a question cancels, and the standard error of
+a ratio comes from the differences within pairs (delta method).
 """
 
 import math
@@ -32,7 +32,7 @@ def exp_mean(logs: Sequence[float]) -> Estimate:
     log = mean(logs)
     try:
         value = math.exp(log.value)
-    except OverflowError:  # a destroyed model: more than 709 nats a token
+    except OverflowError:  # above 709 nats a token: the model is broken
         return Estimate(math.inf)
     return Estimate(value, None if log.stderr is None else value * log.stderr)
 
@@ -47,7 +47,7 @@ def ratio_of_means(
 ) -> Estimate | None:
     """sum of means / sum of means over one or more independent sets of paired observations.
 
-    None where the denominator is zero: a baseline that got nothing right has no recovery.
+    None if the denominator is zero: the baseline got nothing right.
     With r the ratio, d r = sum_t (da_t - r db_t) / sum_t b_t, and da - r db is observed per pair.
     """
     above = math.fsum(mean(a).value for a, _ in pairs)
@@ -65,7 +65,7 @@ def ratio_of_means(
 
 
 def finite(value: Any) -> Any:
-    """A copy of nested dicts and lists where inf and nan are None: JSON has no word for them."""
+    """A copy of nested dicts and lists with None for inf and nan, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,6 @@
-"""What a quantization did to each linear layer, as sections of a report: errors, bits, every layer.
+"""Sections of the report about the quantized linears: errors, bits per weight, every layer.
 
 A layer is a dict with name, n, k, bits_per_weight, error, seconds, note; any may be missing.
-Knows nothing of tasks, models or files.
 """
 
 import math
@@ -26,8 +25,8 @@ def layers_of(quantization: Mapping[str, Any]) -> list[Layer]:
     return [layer for layer in layers if isinstance(layer, Mapping)]
 
 
-def bits_per_weight(layers: Sequence[Layer]) -> float | None:
-    """Weighted by the size of each layer: the true figure, of what is stored."""
+def mean_bits_per_weight(layers: Sequence[Layer]) -> float | None:
+    """Over all weights, from the stored bytes of each layer."""
     sized = [(weights(layer), number(layer.get("bits_per_weight"))) for layer in layers]
     known = [(count, bits) for count, bits in sized if count and bits is not None]
     if not known:
@@ -49,7 +48,7 @@ def layer_sections(layers: Sequence[Layer]) -> list[Markup]:
     sections = []
     if any(number(layer.get("error")) is not None for layer in layers):
         sections.append(_error_section(layers))
-    if bits_per_weight(layers) is not None:
+    if mean_bits_per_weight(layers) is not None:
         sections.append(_bits_section(layers))
     if layers:
         every = page.details(f"All {len(layers)} layers", _layer_table(layers))
@@ -58,8 +57,8 @@ def layer_sections(layers: Sequence[Layer]) -> list[Markup]:
 
 
 def error_series(layers: Sequence[Layer]) -> tuple[list[plot.Series], str | None]:
-    """One series per kind of linear, in the model's order, and the name of the column after the
-    last block, where layers of no block (lm_head) stand. Experts of a block share one point."""
+    """(one series per kind of linear, in the model's order; label of the column after the last
+    block, for layers outside of blocks such as lm_head). Experts of a block share one point."""
     found: dict[str, dict[int | None, list[tuple[float, Layer]]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -68,7 +67,7 @@ def error_series(layers: Sequence[Layer]) -> tuple[list[plot.Series], str | None
         if error is not None:
             kind, block = kind_and_block(str(layer.get("name", "")))
             found[kind][block].append((error, layer))
-    # A palette has so many colours: the kinds with the largest errors keep theirs, the rest share.
+    # If there are more kinds than colours, those with the largest errors have one of their own.
     kinds = sorted(found, key=lambda kind: -max(e for one in found[kind].values() for e, _ in one))
     for kind in kinds[plot.COLOURS - 1 :] if len(kinds) > plot.COLOURS else []:
         for block, members in found.pop(kind).items():
@@ -132,7 +131,7 @@ def _error_section(layers: Sequence[Layer]) -> Markup:
 
 
 def _bits_section(layers: Sequence[Layer]) -> Markup:
-    """Weights by how many bits each is stored in; rare values are gathered in the last line."""
+    """Histogram of bits per weight; rare values share the last line."""
     counts: dict[float, list[int]] = defaultdict(list)
     for layer in layers:
         bits = number(layer.get("bits_per_weight"))

@@ -1,8 +1,7 @@
-"""The sheet a report is printed on: style, and the few HTML shapes it is made of.
+"""HTML of the report: style sheet, and the few elements it is made of.
 
-One self-contained file: no script, no font, no link to anywhere. Light and dark follow the reader's
-system; on paper it is always light. Whatever comes in as text is escaped here. Knows nothing of
-what the numbers mean.
+The page is self-contained: no script, no font, no link. Light or dark follows the reader's system;
+on paper it is light. Text is escaped here.
 """
 
 import math
@@ -86,7 +85,7 @@ svg.bar{{width:100px;height:10px}}}}
 
 
 class Markup(str):
-    """Text that is HTML already; every other str is escaped on its way in."""
+    """Text that is HTML already; any other str is escaped."""
 
 
 def html(value: object) -> Markup:
@@ -133,7 +132,7 @@ def details(summary: str, body: Markup) -> Markup:
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> Markup:
-    """A list of name and value; what is None or empty is left out."""
+    """A list of names and values without those that are None or empty."""
     shown = [(name, value) for name, value in pairs if value is not None and value != ""]
     body = "".join(f"<dt>{html(name)}</dt><dd>{html(value)}</dd>" for name, value in shown)
     return Markup(f"<dl>{body}</dl>")
@@ -154,18 +153,18 @@ def page(title: str, kicker: str, subtitles: Sequence[object], *body: Markup) ->
     )
 
 
-# Numbers as people read them
+# -- numbers for people
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None for anything else a JSON file may hold."""
+    """None for anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def quantity(value: object) -> str:
-    """Four digits that matter; what is not a finite number says so."""
+    """With up to four significant digits."""
     known = number(value)
     if known is None:
         return "not finite"

@@ -1,9 +1,8 @@
-"""Perplexity of a text, and how far a model has moved from its baseline: KL and top-1 agreement.
+"""Perplexity of a text, and a model's KL divergence and top-1 agreement with its baseline.
 
-The usual recipe: the whole text is tokenised once, cut into windows that do not overlap, the tail
-is dropped, and each window predicts its seqlen - 1 next tokens. The forward pass runs in the dtype
-the model was loaded in; log-softmax is fp32, a few positions at a time. Models are called, never
-changed: they must already be in eval mode. Knows nothing of tasks, reports or how a model was made.
+As usual, the whole text is tokenized once and cut into windows that do not overlap, the tail is
+dropped, and each window predicts its seqlen - 1 next tokens. The forward pass runs in the model's
+dtype; log-softmax is fp32, a few positions at a time. Models must already be in eval mode.
 """
 
 import re
@@ -32,7 +31,7 @@ class Perplexity:
     stderr: float | None  # delta method over windows; None with a single window
     windows: int
     tokens: int  # predicted, seqlen - 1 a window
-    losses: tuple[float, ...]  # per window, mean nats a token: what pairs two models
+    losses: tuple[float, ...]  # mean nats a token of each window, for paired comparisons
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Divergence:
 
 
 def wikitext_text(path: str | Path) -> str:
-    """The text whose perplexity is published for a WikiText raw file; any other file as it is.
+    """The text whose perplexity is published for WikiText; the content of any other file.
 
     A raw file opens with a blank line and a ` = Title = ` line. Its rows are joined by two
     newlines, as in "\\n\\n".join(dataset["text"]), where a blank row is empty and every other row
@@ -72,7 +71,7 @@ def wikitext_rows(raw: str) -> list[str]:
 
 
 def default_seqlen(config: Any) -> int:
-    """2048, or less where the model of this transformers config was not built for it."""
+    """2048, or less if the model's context is shorter."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(DEFAULT_SEQLEN, positions) if positions else DEFAULT_SEQLEN
 
@@ -81,7 +80,7 @@ def windows(tokenizer: Any, text: str, seqlen: int) -> Tensor:
     """(windows, seqlen) int64. Special tokens are added once, at the start, if at all."""
     if seqlen < 2:
         raise UserError(f"seqlen={seqlen}: a window predicts its next tokens, so it has 2 or more.")
-    # verbose=False: a text longer than the context is the point here, not a mistake to warn of.
+    # verbose=False: no warning that the text is longer than the context.
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     count = ids.numel() // seqlen
     if count == 0:

@@ -1,7 +1,6 @@
-"""Small SVG pictures as strings: lines over block index, bars with a whisker, a histogram.
+"""Small SVG plots as strings: lines by block index, bars with an error bar, histogram bars.
 
-Every colour is a CSS variable of the page that holds the picture, so one drawing serves light and
-dark. Numbers in, markup out: knows nothing of quantization, tasks or files.
+Every colour is a CSS variable of the page, so that one plot serves light and dark.
 """
 
 import math
@@ -12,7 +11,7 @@ from html import escape
 WIDTH, HEIGHT = 960, 340
 LEFT, RIGHT, TOP, BOTTOM = 74, 14, 14, 42
 COLOURS = 8  # --s0 ... --s7 in the page
-LOG_FROM = 15.0  # max / min above which a linear axis would press most points on the floor
+LOG_FROM = 15.0  # max / min above which the y axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Axis:
 
 
 def line_plot(series: Sequence[Series], x_label: str, y_label: str, last_x: str | None) -> str:
-    """One coloured line per series. `last_x` names the last column where it is not a number."""
+    """One coloured line per series. `last_x`: label of the last column, if it is not a block."""
     xs = sorted({point.x for one in series for point in one.points})
     axis = Axis.over([point.y for one in series for point in one.points])
     low, high = xs[0], max(xs[-1], xs[0] + 1)
@@ -122,7 +121,7 @@ def legend(series: Sequence[Series]) -> str:
 
 
 def recovery_bar(value: float, stderr: float | None, top: float) -> str:
-    """A bar from 0, a whisker of one standard error each side, and a line where 1 is."""
+    """A bar from 0 with an error bar of one standard error each way, and a mark at 1."""
     width, height, middle = 180, 18, 9
 
     def place(share: float) -> float:

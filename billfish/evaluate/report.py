@@ -1,8 +1,7 @@
-"""A result of `evaluate` (or of `quantize`) as one HTML page to look at and one JSON file to keep.
+"""The report of `eval` or `quantize`: an HTML page and a JSON file, written atomically.
 
-Any part may be missing: no baseline, no tasks, no quantization. What is missing is left out of the
-page, not shown as zero. Files appear whole or not at all. Reads the dict and nothing else: how the
-page looks is page.py, how pictures are drawn is plot.py, what layers tell is layers.py.
+Any part of the result may be missing (baseline, tasks, quantization); the page leaves it out. The
+page's elements are in page.py, its plots in plot.py, the sections about layers in layers.py.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any
 
 from billfish.evaluate import page, plot
 from billfish.evaluate.estimate import finite
-from billfish.evaluate.layers import bits_per_weight, layer_sections, layers_of, median_error
+from billfish.evaluate.layers import layer_sections, layers_of, mean_bits_per_weight, median_error
 from billfish.evaluate.page import MISSING, Markup, number
 
 Result = Mapping[str, Any]
@@ -22,7 +21,7 @@ Result = Mapping[str, Any]
 def write_report(
     result: Result, html_path: str | Path | None, json_path: str | Path | None = None
 ) -> None:
-    """Writes what has a path. `result` must be made of what JSON can hold; it is not changed."""
+    """Writes the files whose path is given."""
     if html_path is not None:
         _write(Path(html_path), report_html(result))
     if json_path is not None:
@@ -51,7 +50,7 @@ def report_html(result: Result) -> str:
 
 
 def describe_scheme(quantization: Result) -> str | None:
-    """`w4a16, bits 4, group_size 64 · gptq`; whatever a scheme is called, it is shown as given."""
+    """`w4a16, bits 4, group_size 64 · gptq`, with the scheme's fields as given."""
     scheme = quantization.get("scheme")
     if isinstance(scheme, Mapping):
         name = scheme.get("name")
@@ -82,7 +81,7 @@ def _size_card(result: Result) -> list[Markup]:
 
 def _bits_card(quantization: Result) -> list[Markup]:
     layers = layers_of(quantization)
-    bits = bits_per_weight(layers)
+    bits = mean_bits_per_weight(layers)
     if bits is None:
         return []
     linears = f"{len(layers)} linear layer{'s' if len(layers) != 1 else ''}"

@@ -1,7 +1,6 @@
-"""What is asked of an evaluation, checked before a model is loaded, and what is recorded of it.
+"""An evaluation's request, checked before a model is loaded, and what is recorded about its run.
 
-A wrong name, a missing file or a bad row must not be found after an hour of work. Knows nothing of
-running models or of how results are shown.
+Wrong names, missing files and bad rows are found here, not after an hour of work.
 """
 
 import hashlib
@@ -37,10 +36,10 @@ class EvalRequest:
     data_dir: str | Path | None = None
     limit: int | None = None  # samples of a zero-shot task, windows of a text
     seqlen: int | None = None  # None: 2048, or what model and baseline can take
-    dtype: str = "auto"  # both compute in it; auto: by what each has stored, and where
+    dtype: str = "auto"  # of both models; auto: by the stored dtype and the device
     device: str = "cpu"
     batch_size: int = 4  # zero-shot requests per forward
-    command: str | None = None  # what the user typed, for the record
+    command: str | None = None  # as the user typed it, for the report
 
     @property
     def texts(self) -> list[str]:
@@ -52,7 +51,7 @@ class EvalRequest:
 
 
 def check_request(request: EvalRequest) -> None:
-    """Raises what is wrong with the request."""
+    """Raises UserError if the request cannot be run."""
     if not request.tasks:
         raise UserError(f"no task was given. Tasks: {', '.join(TASKS)}.")
     check_names(request.tasks)
@@ -99,7 +98,7 @@ def data_hashes(request: EvalRequest) -> list[dict[str, Any]]:
 
 
 def read_quantization_report(model: str | Path) -> dict[str, Any] | None:
-    """What the quantizer wrote beside the weights, as it is; None where there is nothing."""
+    """The file that `quantize` wrote beside the weights; None if there is none."""
     path = Path(model) / "quantization_report.json"
     if not path.exists():
         return None
@@ -122,7 +121,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def versions(request: EvalRequest) -> dict[str, str]:
+def package_versions(request: EvalRequest) -> dict[str, str]:
     found = {"python": platform.python_version()}
     packages = ["torch", "transformers", "billfish"] + (["lm-eval"] if request.zero_shot else [])
     for package in packages:

@@ -1,8 +1,7 @@
-"""One evaluation: a model, perhaps its baseline, some tasks -> a dict that JSON can hold.
+"""Runs an evaluation: a model, optionally its baseline, and tasks -> a dict for JSON.
 
-One model is in memory at a time, unless KL is asked for, which needs both. Checkpoints are loaded
-as every command loads them (models/load.py). Non-finite numbers
-become None: JSON has no other word for them. Knows nothing of how the result is shown.
+One model is in memory at a time, except for KL, which needs both. Infinite and NaN values become
+None, since JSON lacks them.
 """
 
 import gc
@@ -36,8 +35,8 @@ from billfish.evaluate.request import (
     check_request,
     cpu_name,
     data_hashes,
+    package_versions,
     read_quantization_report,
-    versions,
 )
 from billfish.evaluate.tasks import read_text, run_task, task_of
 from billfish.models.compute import compute_dtype, device_of, name_of
@@ -51,7 +50,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: Any
     tokenizer: Any
     ids: dict[str, Tensor]  # of each text task, (windows, seqlen)
@@ -74,7 +73,7 @@ class Score:
 
 @dataclass
 class Measured:
-    """Filled task by task."""
+    """Scores by task."""
 
     model: dict[str, Score] = field(default_factory=dict)
     baseline: dict[str, Score] = field(default_factory=dict)
@@ -113,7 +112,7 @@ def evaluate(request: EvalRequest, say: Say | None = None) -> dict[str, Any]:
         },
         "data": data,
         "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads()},
-        "versions": versions(request),
+        "versions": package_versions(request),
         "seconds": time.perf_counter() - began,
     }
     if quantization is not None:
@@ -130,7 +129,7 @@ def _run_in_turn(request: EvalRequest, seqlen: int, say: Say) -> Measured:
     for name in request.tasks:
         measured.model[name] = _score(loaded, name, request, say, "model")
     del loaded
-    gc.collect()  # a model that hooks made cyclic would still be there when the next is loaded
+    gc.collect()  # a model in a reference cycle would stay in memory while the next is loaded
     if request.baseline is not None:
         loaded = _load(request.baseline, request, seqlen, say)
         measured.dtype["baseline"] = loaded.dtype
@@ -162,7 +161,7 @@ def _run_both(request: EvalRequest, seqlen: int, say: Say) -> Measured:
     return measured
 
 
-def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Loaded:
+def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> LoadedModel:
     say(f"loading {path}")
     where = device_of(request.device)
     tokenizer = load_tokenizer(path)
@@ -172,7 +171,7 @@ def _load(path: str | Path, request: EvalRequest, seqlen: int, say: Say) -> Load
     }
     model = load_model(path, compute_dtype(stored_dtype(path), where, request.dtype))
     refuse_foreign(tokenizer, rows_of(model), path)
-    return Loaded(model.to(where).eval(), tokenizer, ids)
+    return LoadedModel(model.to(where).eval(), tokenizer, ids)
 
 
 def _check_same_tokens(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -189,7 +188,7 @@ def _progress(say: Say, role: str, name: str) -> OnWindow:
     return lambda done, total: say(f"{role}: {name}, window {done} of {total}")
 
 
-def _score(loaded: Loaded, name: str, request: EvalRequest, say: Say, role: str) -> Score:
+def _score(loaded: LoadedModel, name: str, request: EvalRequest, say: Say, role: str) -> Score:
     began = time.perf_counter()
     if name in request.texts:
         found = perplexity(loaded.model, loaded.ids[name], _progress(say, role, name))
@@ -218,7 +217,7 @@ def _checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def _entry(name: str, measured: Measured) -> dict[str, Any]:
-    """One task in the result. Recovery: what the model keeps of the baseline, 1 being all of it."""
+    """One task in the result. Recovery: the share of the baseline's quality that is kept."""
     score, baseline = measured.model[name], measured.baseline.get(name)
     moved = measured.divergence.get(name)
     text = score.metric == "perplexity"
@@ -258,8 +257,8 @@ def _estimate(estimate: Estimate | None) -> dict[str, Any] | None:
 
 
 def _mean_recovery(request: EvalRequest, measured: Measured) -> dict[str, Any] | None:
-    """Average zero-shot score over average baseline score. A mean of ratios would let one hard
-    task, where the baseline is near nothing, decide."""
+    """Mean zero-shot score over the baseline's. A mean of ratios would be dominated by the
+    hardest task, on which the baseline's score is near 0."""
     if not request.zero_shot or not measured.baseline:
         return None
     pairs = [

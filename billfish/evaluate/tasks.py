@@ -1,9 +1,8 @@
-"""What can be measured: zero-shot tasks run by lm-eval, and texts whose perplexity is taken.
+"""The tasks of an evaluation: zero-shot questions, run by lm-eval, and texts for perplexity.
 
-The definitions are data of our own over local JSON-lines files, and agree with lm-eval's published
-tasks (zero-shot, no chat template). Rows are read and checked here and handed over in memory, so
-nothing is looked up on a network and no cache is written. lm-eval is imported by the one function
-that runs it. Knows nothing of how models are loaded, compared or reported.
+Zero-shot tasks are defined here over local JSON-lines files and agree with lm-eval's published ones
+(no chat template). Rows are read and checked here and handed to lm-eval in memory, so that it uses
+neither network nor cache. lm-eval is imported only when it is run.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ class TextTask:
 
 @dataclass(frozen=True)
 class ZeroShotTask:
-    """Questions: is the right option the likeliest one (or, without options, the greedy one)?"""
+    """Questions: is the right option the likeliest (without options: the greedy text)?"""
 
     title: str
     file: str
@@ -43,8 +42,8 @@ class ZeroShotTask:
     fields: Mapping[str, type]
     metric: str  # the headline: acc, or acc_norm (log-likelihood divided by the option's length)
     config: Mapping[str, Any]  # lm-eval's own keys
-    gold: str | None = None  # the field with the index of the right option
-    options: tuple[str, ...] = ()  # the field that lists the options, or one field for each
+    gold: str | None = None  # field with the index of the right option
+    options: tuple[str, ...] = ()  # field that lists the options, or one field for each
     change: Callable[[Row], Row] = field(default=lambda row: row)
 
     def problem(self, row: object) -> str | None:
@@ -69,11 +68,11 @@ class TaskScore:
     value: float
     stderr: float | None
     samples: int
-    scores: tuple[float, ...]  # 0 or 1 per sample, in file order: what pairs two models
+    scores: tuple[float, ...]  # 0 or 1 per sample in file order, for paired comparisons
 
 
 def _capitalized_fragment(row: Row) -> Row:
-    # lm-eval capitalises ctx_b; here it is the lower-case fragment after the last sentence.
+    # As lm-eval capitalises ctx_b: here that is the lower-case fragment after the last sentence.
     start = re.compile(r"([.?!] )([a-z])([^.?!]*)$")
     return {**row, "query": start.sub(lambda m: m[1] + m[2].upper() + m[3], row["query"])}
 
@@ -142,7 +141,7 @@ TASKS: dict[str, TextTask | ZeroShotTask] = {
         metric="acc",
         gold="gold",
         options=("context_options",),
-        config={  # the options are contexts: lm-eval's form for that makes the index the text
+        config={  # the options are contexts: for these lm-eval takes the index as doc_to_text
             "output_type": "multiple_choice",
             "doc_to_text": "gold",
             "doc_to_target": "continuation",
@@ -180,7 +179,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def data_file(name: str, data_dir: str | Path | None) -> Path | None:
-    """Where a task's data lies; None for the text inside the package. Raises if it is missing."""
+    """A task's data; None for the text inside the package. Raises if it is missing."""
     task = task_of(name)
     if task.file is None:
         return None
@@ -208,7 +207,7 @@ def data_file(name: str, data_dir: str | Path | None) -> Path | None:
 
 
 def task_bytes(name: str, data_dir: str | Path | None) -> bytes:
-    """The data as it lies on disk, for its hash."""
+    """The unchanged file, for its hash."""
     path = data_file(name, data_dir)
     if path is not None:
         return path.read_bytes()
@@ -253,7 +252,7 @@ def read_rows(name: str, data_dir: str | Path | None, limit: int | None = None) 
 
 
 def check_harness() -> None:
-    """Raises unless lm-eval can be imported; called before hours of work, not after."""
+    """Raises unless lm-eval can be imported."""
     _harness()
 
 
@@ -289,7 +288,7 @@ def run_task(
                 "custom_dataset": lambda **_: {"test": dataset_of(rows)},
             }
         )
-        # bootstrap_iters=0: the standard error of a mean needs no bootstrap, and is taken below.
+        # bootstrap_iters=0: the standard error of the mean is computed below.
         results = run_harness(lm, {name: harness_task}, bootstrap_iters=0, log_samples=True)
     samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
     scores = tuple(float(sample[task.metric]) for sample in samples)
@@ -315,7 +314,7 @@ def _harness() -> tuple[Any, Any, Any, Any, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval's advice is for its own command line, and its progress bars for a terminal."""
+    """Hides lm-eval's log, and its progress bars unless stderr is a terminal."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

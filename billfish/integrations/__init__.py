@@ -1,8 +1,8 @@
-"""Other people's programs. Imports models and schemes; nothing here is imported by the rest.
+"""Integrations into other libraries.
 
 `register_when_imported` makes transformers load packed checkpoints through Billfish. Importing
-transformers' quantizers takes seconds, so it waits until somebody else does, by a hook on that one
-module's import. It never makes an import of transformers fail.
+transformers' quantizers takes seconds, so an import hook on that module waits until something else
+imports it. An import of transformers never fails because of it.
 """
 
 import importlib
@@ -17,7 +17,7 @@ AWAITED = "transformers.quantizers.auto"
 
 
 def register_when_imported() -> None:
-    """Register now if transformers' quantizers are loaded, else as soon as they are. Idempotent."""
+    """Registers now if transformers' quantizers are imported, else once they are. Idempotent."""
     if AWAITED in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -36,7 +36,7 @@ def _register() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds AWAITED as the other finders do and wraps its loader."""
+    """Finds AWAITED through the other finders and wraps its loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Runs the module with its own loader, steps aside, then registers."""
+    """Runs the module with its own loader, removes the hook, then registers."""
 
     def __init__(self, finder: _Finder, loader: Loader) -> None:
         self.finder, self.loader = finder, loader

@@ -1,4 +1,4 @@
-"""The routes: read a body, check it, let the engine work, answer. OpenAI's, and a few of vLLM's."""
+"""The HTTP routes: OpenAI's, and a few of vLLM's. Each parses its body, generates, and responds."""
 
 import asyncio
 import hashlib
@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -17,13 +18,16 @@ from starlette.types import Receive, Scope, Send
 from billfish.engine.llm import LLM
 from billfish.engine.structured import Matcher, StructuredOutputsParams
 from billfish.errors import UserError
-from billfish.server import asking, tools
-from billfish.server.answers import Answer, Chat, Text
-from billfish.server.desk import Desk, Job
-from billfish.server.guard import Guard, read
-from billfish.server.problem import Problem, internal, wrong
-from billfish.server.tools import Toolbox
-from billfish.server.words import Words
+from billfish.server import protocol, tools
+from billfish.server.admission import Admission
+from billfish.server.errors import ApiError, internal_error, invalid, queue_full
+from billfish.server.fields import check_fields
+from billfish.server.middleware import AccessControl, read_body
+from billfish.server.protocol import parse_request
+from billfish.server.responses import ChatChoice, Reply, TextChoice
+from billfish.server.sampling import STRUCTURED, sampling_params, structured_outputs
+from billfish.server.tokenization import Tokenization
+from billfish.server.tools import ToolSupport
 from billfish.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -36,109 +40,86 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MOST_GRAMMARS = 32  # that wait to be compiled
-METRICS = "text/plain; version=0.0.4; charset=utf-8"
+MAX_COMPLETION = 16  # OpenAI's default of max_tokens for /v1/completions
+MAX_GRAMMARS = 32  # that wait to be compiled
 
 
 class Service:
     """One model behind the routes."""
 
     def __init__(self, llm: LLM, model: str, max_queue: int, parser: str = "auto") -> None:
-        self.toolbox = Toolbox(llm.tokenizer, parser)
+        self.admission, self.tokenizer = Admission(llm, model, max_queue), Tokenization(llm)
+        self.model, self.tools = model, ToolSupport(llm.tokenizer, parser)
         self._compiling, self._waiting = asyncio.Lock(), 0
-        self.desk, self.words, self.model = Desk(llm, model, max_queue), Words(llm), model
         self.created = int(time.time())
-        # Two servers of the same fingerprint and seed write the same.
+        # Servers with equal fingerprints generate equal texts from equal seeds.
         told = f"{__version__} {model} {type(llm.engine.runner).__name__} {llm.max_model_len}"
         self.fingerprint = "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        messages = asking.messages(body)
-        if asking.flag(body, "echo"):
-            raise wrong("echo", True, "not for chats; it is what /v1/completions has")
-        self.desk.check(asking.count(body))
-        wanted, called, more = asking.structured(body), tools.asked(body), {}
+        body = parse_request(protocol.ChatRequest, await self._body(request))
+        self.admission.check(body.n)
+        wanted, called, more = structured_outputs(body), tools.requested(body), {}
         if called is not None:
-            self.toolbox.check(called)
-            wanted = self.toolbox.grammar(called, wanted)
-            more = {"skip_special_tokens": False} if self.toolbox.shows_special else {}
-        ids = await self.words.chat(*self.toolbox.prompt(messages, called))
-        asked = asking.max_tokens(body, None)
-        self.words.check_length(ids, asked)
-        tops = asking.logprobs(body, chat=True)
-        most = asked or self.words.most - len(ids)
+            self.tools.check(called)
+            wanted = self.tools.grammar(called, wanted)
+            more = {"skip_special_tokens": False} if self.tools.shows_special else {}
+        ids = await self._chat_ids(body, called)
+        self.tokenizer.check_length(ids, body.limit)
+        limit = body.limit or self.tokenizer.max_tokens - len(ids)
+        top = body.top_logprobs or 0 if body.logprobs else None
         matcher = await self._matcher(body, wanted)
-        params = asking.params(body, most, tops, self.desk.llm, matcher=matcher, **more)
-        usage = asking.wants_usage(body)
-        stream = asking.flag(body, "stream")
-        job = self.desk.enter([ids], params)
-        answer = Answer(
-            job,
-            Chat(),
-            self.words,
-            self._head(Chat.prefix),
-            tops is not None,
-            tools=self.toolbox.format if called else None,
+        params = sampling_params(body, limit, top, self.admission.llm, matcher, **more)
+        reply = Reply(
+            self.admission.enter([ids], params),
+            ChatChoice(),
+            self.tokenizer,
+            self._head(ChatChoice.prefix),
+            body.logprobs,
+            tools=self.tools.format if called else None,
         )
-        return await self._send(request, answer, stream, usage)
+        return await self._send(request, reply, body)
 
     async def complete(self, request: Request) -> Response:
-        body = await self._body(request)
-        given = asking.prompts(body)
-        echo, special = asking.flag(body, "echo"), asking.flag(body, "add_special_tokens", True)
-        self.desk.check(len(given) * asking.count(body))
-        prompts = [await self.words.prompt(one, special) for one in given]
-        asked = asking.max_tokens(body, 16)
+        body = parse_request(protocol.CompletionRequest, await self._body(request))
+        self.admission.check(len(body.prompt) * body.n)
+        prompts = [await self.tokenizer.prompt(one, body.add_special_tokens) for one in body.prompt]
+        limit = MAX_COMPLETION if body.limit is None else body.limit
         for ids in prompts:
-            self.words.check_length(ids, asked)
-        tops = asking.logprobs(body, chat=False)
-        assert asked is not None
-        matcher = await self._matcher(body, asking.structured(body))
-        params = asking.params(body, asked, tops, self.desk.llm, echo, matcher)
-        usage = asking.wants_usage(body)
-        stream = asking.flag(body, "stream")
-        texts = [one if isinstance(one, str) else self.words.decode(one) for one in given]
-        job = self.desk.enter(prompts, params)
-        answer = Answer(
-            job,
-            Text(),
-            self.words,
-            self._head(Text.prefix),
-            tops is not None,
-            texts if echo else None,
+            self.tokenizer.check_length(ids, limit)
+        matcher = await self._matcher(body, structured_outputs(body))
+        params = sampling_params(body, limit, body.logprobs, self.admission.llm, matcher)
+        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in body.prompt]
+        reply = Reply(
+            self.admission.enter(prompts, params),
+            TextChoice(),
+            self.tokenizer,
+            self._head(TextChoice.prefix),
+            body.logprobs is not None,
+            texts if body.echo else None,
         )
-        return await self._send(request, answer, stream, usage)
+        return await self._send(request, reply, body)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        if "messages" in body:
-            called = tools.asked(body)
-            ids = await self.words.chat(*self.toolbox.prompt(asking.messages(body), called))
+        given = await self._body(request)
+        body: protocol.TokenizeChat | protocol.TokenizeText
+        if "messages" in given:
+            body = parse_request(protocol.TokenizeChat, given)
+            ids = await self._chat_ids(body, tools.requested(body))
         else:
-            prompt = body.get("prompt")
-            asking.check_text("prompt", prompt)
-            special = asking.flag(body, "add_special_tokens", True)
-            ids = await self.words.prompt(prompt, special) if prompt else []
-        told = {"count": len(ids), "max_model_len": self.words.most, "tokens": ids}
-        strings = asking.flag(body, "return_token_strs")
-        return JSONResponse(
-            {**told, "token_strs": [self.words.text(token) for token in ids] if strings else None}
-        )
+            body = parse_request(protocol.TokenizeText, given)
+            special = body.add_special_tokens
+            ids = await self.tokenizer.prompt(body.prompt, special) if body.prompt else []
+        strings = [self.tokenizer.text(token) for token in ids] if body.return_token_strs else None
+        told = {"count": len(ids), "max_model_len": self.tokenizer.max_tokens, "tokens": ids}
+        return JSONResponse({**told, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        given = body.get("tokens")
-        if given == []:
-            return JSONResponse({"prompt": ""})
-        if not isinstance(given, list):
-            raise wrong("tokens", given, "a list of token ids")
-        (ids,) = asking.prompts({"prompt": [given]})
-        assert isinstance(ids, list)
-        return JSONResponse({"prompt": self.words.decode(await self.words.prompt(ids))})
+        ids = parse_request(protocol.Detokenize, await self._body(request)).tokens
+        return JSONResponse({"prompt": self.tokenizer.decode(await self.tokenizer.prompt(ids))})
 
     async def embed(self) -> Response:
-        raise Problem(
+        raise ApiError(
             404,
             f"{self.model!r} writes texts; embeddings are what an encoder makes, and this "
             "server has none.",
@@ -153,63 +134,58 @@ class Service:
         return JSONResponse(self._model())
 
     async def health(self) -> Response:
-        return Response(status_code=200 if self.desk.healthy else 503)
+        return Response(status_code=200 if self.admission.healthy else 503)
 
     async def metrics(self) -> Response:
-        return Response(self.desk.prometheus(), media_type=METRICS)
+        return Response(self.admission.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def stats(self) -> Response:
-        return JSONResponse(self.desk.stats())
+        return JSONResponse(self.admission.stats())
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})
 
     async def tokenizer_info(self) -> Response:
-        return JSONResponse(self.words.info())
+        return JSONResponse(self.tokenizer.info())
+
+    async def _chat_ids(self, body: protocol.ChatPrompt, called: tools.Tools | None) -> list[int]:
+        return await self.tokenizer.chat(*self.tools.prompt(body.template_messages(), called))
 
     async def _matcher(
-        self, body: dict[str, Any], wanted: StructuredOutputsParams | None
+        self, body: protocol.Generating, wanted: StructuredOutputsParams | None
     ) -> Matcher | None:
-        """Compiled, off the event loop and one at a time: a hostile grammar may take seconds."""
+        """Compiles off the event loop and one at a time: a hostile grammar may take seconds."""
         if wanted is None:
             return None
-        matchers = self.desk.llm.matchers
+        matchers = self.admission.llm.matchers
         if (known := matchers.known(wanted)) is not None:
             return known
-        if self._waiting >= MOST_GRAMMARS:
-            raise Problem(
-                503,
-                f"{self._waiting} grammars wait to be compiled; try again in a moment.",
-                code="queue_full",
-                headers={"Retry-After": "1"},
+        if self._waiting >= MAX_GRAMMARS:
+            raise queue_full(
+                f"{self._waiting} grammars wait to be compiled; try again in a moment."
             )
         self._waiting += 1
         try:
             async with self._compiling:
                 return await asyncio.to_thread(matchers.compile, wanted, True)
         except UserError as error:
-            asked = ("tools", "response_format", "structured_outputs", *asking.GUIDED)
-            param = next((name for name in asked if body.get(name)), None)
-            raise Problem(400, str(error), param) from None
+            asked = [name for name in ("tools", *STRUCTURED) if getattr(body, name, None)]
+            raise ApiError(400, str(error), asked[0] if asked else None) from None
         finally:
             self._waiting -= 1
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        body = await read(request)
+        body = await read_body(request)
         self._check_model(body.get("model"))
-        asking.check_fields(body)
+        check_fields(body)
         return body
 
     def _check_model(self, name: Any) -> None:
         if name is not None and name != self.model:
             if not isinstance(name, str):
-                raise wrong("model", name, "a text")
-            raise Problem(
-                404,
-                f"model {name!r}: this server has {self.model!r} alone.",
-                "model",
-                "model_not_found",
-            )
+                raise invalid("model", name, "a text")
+            told = f"model {name!r}: this server has {self.model!r} alone."
+            raise ApiError(404, told, "model", "model_not_found")
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -217,7 +193,7 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "billfish",
-            "max_model_len": self.words.most,
+            "max_model_len": self.tokenizer.max_tokens,
         }
 
     def _head(self, prefix: str) -> dict[str, Any]:
@@ -229,39 +205,39 @@ class Service:
             "system_fingerprint": self.fingerprint,
         }
 
-    async def _send(self, request: Request, answer: Answer, stream: bool, usage: bool) -> Response:
-        """From here on the job is closed whatever happens."""
-        if stream:
-            return Events(answer, usage)
+    async def _send(self, request: Request, reply: Reply, body: protocol.Generating) -> Response:
+        """Closes the generation whatever happens."""
+        if body.stream:
+            return Events(reply, body.wants_usage)
         try:
-            return JSONResponse(await unless_gone(request, answer.whole()))
+            return JSONResponse(await until_disconnect(request, reply.complete()))
         finally:
-            answer.job.close()
+            reply.generation.close()
 
 
 class Events(StreamingResponse):
-    """A stream that closes its job when it ends, whoever ends it."""
+    """A stream of server-sent events that closes its generation, whoever ends it."""
 
-    def __init__(self, answer: Answer, usage: bool) -> None:
+    def __init__(self, reply: Reply, usage: bool) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(answer.events(usage), 200, headers, "text/event-stream")
-        self._job: Job = answer.job
+        super().__init__(reply.events(usage), 200, headers, "text/event-stream")
+        self._generation = reply.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._job.close()
+            self._generation.close()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """Its result; ClientDisconnect, and the work is cancelled, if nobody waits for it any more."""
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. A client that disconnects cancels it and raises ClientDisconnect."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    tasks = [asyncio.create_task(work), asyncio.create_task(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -272,9 +248,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
 
 
-def make(service: Service, key: str | None, host: str, most: int) -> Guard:
-    """`most`: requests under way."""
-    # No pages of FastAPI's own: they load scripts from elsewhere.
+def make_app(service: Service, key: str | None, host: str, max_requests: int) -> AccessControl:
+    # FastAPI's documentation pages load scripts from another host.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/completions", service.complete, methods=["POST"])
@@ -293,24 +268,24 @@ def make(service: Service, key: str | None, host: str, most: int) -> Guard:
     for path, answer in pages.items():
         app.add_api_route(path, answer, methods=["GET", "HEAD"])
 
-    @app.exception_handler(Problem)
-    async def refused(_: Request, problem: Problem) -> Response:
-        return problem.response()
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return error.response()
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         told = f"{request.method} {request.url.path}: {error.detail}. See the README."
-        return Problem(error.status_code, told, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, told, headers=dict(error.headers or {})).response()
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: ClientDisconnect) -> Response:
-        return PlainTextResponse("", 499)  # nobody reads it
+        return PlainTextResponse("", 499)  # the client has gone: nobody reads it
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
-        return internal().response()  # starlette raises the error once more, for the log
+        return internal_error().response()  # starlette raises the error once more, for the log
 
-    return Guard(app, key, host, most)
+    return AccessControl(app, key, host, max_requests)
 
 
 def _static(content: bytes, kind: str) -> Any:

@@ -1,10 +1,11 @@
-"""One connection: how long it may take, how large a head may be, and who gives way when all are in.
+"""Limits on connections that uvicorn lacks: timeouts, the size of a head, and their number.
 
-uvicorn waits for ever for the rest of a head, and takes connections until the process has no files
-left. Here a head, an idle connection and a reader that takes nothing have their times, and there is
-a bound on connections, far below the file limit. When it is reached the one that has been idle for
-longest gives way to the new one: so a fresh `/health` is answered however many hold half a head.
-Requests under way are not cut off for it: they have a lower bound of their own (guard.py).
+uvicorn waits without limit for the rest of a request's head, and accepts connections until the
+process runs out of file descriptors. Here incomplete heads, idle connections and clients that do
+not read have timeouts, and the number of connections stays far below the descriptor limit. When it
+is reached, the connection that has been idle longest is closed in favour of the new one, so that
+`/health` responds however many clients hold half a head. Running requests are not closed for it;
+middleware.py has a lower limit on their number.
 """
 
 import asyncio
@@ -16,43 +17,45 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from billfish.server.guard import LARGEST_HEAD, long_head
-from billfish.server.problem import Problem
+from billfish.server.errors import ApiError
+from billfish.server.middleware import LARGEST_HEAD, long_head
 
-HEAD_SECONDS = 10.0  # from the first byte of a request's head, or the connection, to its last
-READ_SECONDS = 60.0  # a client that takes nothing of its answer for so long has gone
+HEAD_SECONDS = 10.0  # from the connection, or a head's first byte, to the head's last byte
+READ_SECONDS = 60.0  # in which a client must read some of its response
 KEEP_ALIVE = 30  # seconds an idle connection stays
-MOST = 4096  # connections
-RESERVE = 16  # of them, that requests under way leave over
-ACCEPTED = 64  # at once, before the oldest have given way
-BACKLOG = 2048  # that the system keeps
+MAX_CONNECTIONS = 4096
+RESERVE = 16  # connections that running requests leave free
+ACCEPTED = 64  # connections at once, before the ones idle longest are closed
+BACKLOG = 2048  # connections that the kernel queues
 
 
-def most_connections() -> int:
-    """Half of the process's files: the other half is the model's, and the engine's."""
+def max_connections() -> int:
+    """At most half of the file descriptors: the model and the engine need some, too."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if files == resource.RLIM_INFINITY else max(2 * RESERVE, min(MOST, files // 2))
+    if files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(2 * RESERVE, min(MAX_CONNECTIONS, files // 2))
 
 
 class State(ServerState):
-    """What all connections of a server share."""
+    """Shared by all connections of a server."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = most_connections()
-        # Without a request, or not reading the answer; the first has been so for longest.
+        self.max_connections = max_connections()
+        # Without a request, or with a client that does not read; longest idle first.
         self.idle: dict[Protocol, None] = {}
 
 
 class Timer:
-    """Calls once, unless it is stopped before."""
+    """Calls `call` once, `seconds` after start, unless stopped before."""
 
     def __init__(self, seconds: float, call: Callable[[], None]) -> None:
         self._seconds, self._call = seconds, call
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """One that runs goes on."""
+        """Does not restart a running timer."""
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
 
@@ -67,26 +70,26 @@ class Protocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head, self._read = Timer(HEAD_SECONDS, self.leave), Timer(READ_SECONDS, self.leave)
+        self._head, self._read = Timer(HEAD_SECONDS, self.drop), Timer(READ_SECONDS, self.drop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         state = self.server_state
         state.idle[self] = None
         self._head.start()
-        if len(state.connections) > state.most:
-            next(iter(state.idle)).leave()
+        if len(state.connections) > state.max_connections:
+            next(iter(state.idle)).drop()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._note()
+        self._update_idle()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._note()
+        self._update_idle()
 
-    def _note(self) -> None:
-        """Whether a request is under way, and what is waited for if none is."""
+    def _update_idle(self) -> None:
+        """Without a running request the connection is idle, and a timer runs."""
         closing = self.transport.is_closing()
         if self.conn.their_state is not h11.IDLE and not closing:
             self._head.stop()
@@ -94,7 +97,7 @@ class Protocol(H11Protocol):
             return
         self.server_state.idle.setdefault(self)
         if closing:
-            self._read.start()  # until its last bytes are out
+            self._read.start()  # until the last bytes are sent
         elif self.timeout_keep_alive_task is None:
             self._head.start()
 
@@ -112,29 +115,30 @@ class Protocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._read.stop()
-        self._note()
+        self._update_idle()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.leave()
+        self.drop()
 
-    def leave(self) -> None:
-        """At once: an answer that nobody reads does not keep it here."""
+    def drop(self) -> None:
+        """Closes at once, without waiting for a client to read the rest."""
         self.server_state.connections.discard(self)
         self.server_state.idle.pop(self, None)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """In the shape of all errors; nothing if an answer is on its way."""
+        """An error in OpenAI's shape; nothing if a response has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             long = len(self.conn.trailing_data[0]) > LARGEST_HEAD
-            problem = long_head() if long else Problem(400, "this is not HTTP.", code="bad_request")
-            response = problem.response()
+            error = ApiError(400, "this is not HTTP.", code="bad_request")
+            error = long_head() if long else error
+            response = error.response()
             response.headers["connection"] = "close"
             for event in (
-                h11.Response(status_code=problem.status, headers=response.raw_headers),
+                h11.Response(status_code=error.status, headers=response.raw_headers),
                 h11.Data(data=bytes(response.body)),
                 h11.EndOfMessage(),
             ):

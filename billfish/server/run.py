@@ -1,7 +1,7 @@
-"""`serve`: bind, load, answer, and on SIGTERM finish what runs before leaving.
+"""`billfish serve`: runs uvicorn, and shuts down gracefully.
 
-The first signal drains: new requests get 503, those that run go on, until none is left or time is
-up. A second one ends at once.
+The first SIGTERM or SIGINT drains: new requests get 503, running ones go on until they end or
+`drain_seconds` are over. A second signal ends the process at once.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ import uvicorn
 
 from billfish.engine.llm import LLM
 from billfish.errors import UserError
-from billfish.server.app import Service, make
+from billfish.server.app import Service, make_app
 from billfish.server.connection import ACCEPTED, BACKLOG, KEEP_ALIVE, RESERVE, Protocol, State
-from billfish.server.guard import LARGEST_HEAD, LOOPBACK
+from billfish.server.middleware import LARGEST_HEAD, LOOPBACK
 
-LOGGED, LOG_SECONDS = 5, 60  # messages of a kind, and how long they count
+LOGGED, LOG_SECONDS = 5, 60  # messages of a kind that are logged in so many seconds
 
 
 @dataclass(frozen=True)
-class Settings:
-    model: str  # its name for clients
+class ServerSettings:
+    model: str  # the name by which clients ask for it
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
+    port: int = 8000  # 0: any free one
     key: str | None = None
-    max_queue: int = 256  # texts that wait beside those that are written
+    max_queue: int = 256  # texts that may wait beside those being generated
     drain_seconds: float = 60.0
     tool_call_parser: str = "auto"  # or one of tools.FORMATS
 
@@ -54,8 +54,8 @@ class Settings:
         )
 
 
-def bind(settings: Settings) -> socket.socket:
-    """Before a model is loaded, since that takes longer than to say that a port is taken."""
+def bind(settings: ServerSettings) -> socket.socket:
+    """Called before the model is loaded, so that a port in use is reported at once."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]
@@ -70,8 +70,8 @@ def bind(settings: Settings) -> socket.socket:
     return made
 
 
-class Rarely(logging.Filter):
-    """A few messages of a kind a minute: what a client causes must not fill a disk."""
+class RateLimitFilter(logging.Filter):
+    """Passes few messages of a kind a minute: clients that cause errors must not fill the disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,18 +88,20 @@ class Rarely(logging.Filter):
 
 
 class Server(uvicorn.Server):
-    def __init__(self, llm: LLM, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, llm: LLM, settings: ServerSettings, say: Callable[[str], None]) -> None:
         self.service = Service(llm, settings.model, settings.max_queue, settings.tool_call_parser)
         self._say, self._seconds = say, settings.drain_seconds
         self._since: float | None = None
         state = State()
         super().__init__(
             uvicorn.Config(
-                make(self.service, settings.key, settings.host, state.most - RESERVE),
+                make_app(
+                    self.service, settings.key, settings.host, state.max_connections - RESERVE
+                ),
                 http=Protocol,
                 ws="none",
                 lifespan="off",
-                backlog=min(ACCEPTED, state.most // 8),
+                backlog=min(ACCEPTED, state.max_connections // 8),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -117,48 +119,54 @@ class Server(uvicorn.Server):
             one.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.service.desk.llm.templates.close()  # whatever one is doing, nobody waits for it now
+        self.service.admission.llm.templates.close()  # ends a template that is still rendering
         await super().shutdown(sockets)
 
     def drain(self) -> None:
-        self._since, self.service.desk.draining = time.monotonic(), True
+        self._since, self.service.admission.draining = time.monotonic(), True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._since is not None:
             self.should_exit = self.force_exit = True
             return
         self.drain()
-        self._say(f"stopping: {self.service.desk.live} texts are finished first")
+        self._say(f"stopping: {self.service.admission.live} texts are finished first")
 
     async def on_tick(self, counter: int) -> bool:
         ended = await super().on_tick(counter)
         if self._since is None:
             return ended
         late = time.monotonic() - self._since > self._seconds
-        return ended or late or self.service.desk.live == 0
+        return ended or late or self.service.admission.live == 0
 
 
-def run(llm: LLM, settings: Settings, bound: socket.socket, say: Callable[[str], None]) -> None:
+def run_server(
+    llm: LLM, settings: ServerSettings, bound: socket.socket, say: Callable[[str], None]
+) -> None:
     async def serve() -> None:
         server = Server(llm, settings, say)
         if llm.tokenizer.chat_template:
             llm.templates.start()
         for name in ("asyncio", "uvicorn.error", "billfish.server"):
-            logging.getLogger(name).addFilter(Rarely())
-        bound.listen(BACKLOG)  # who comes before the server is up waits
+            logging.getLogger(name).addFilter(RateLimitFilter())
+        bound.listen(BACKLOG)  # clients that connect before the server is up wait
         say(address(settings, bound))
         if settings.warning:
             say(f"warning: {settings.warning}")
         try:
             await server.serve([bound])
         finally:
-            await asyncio.to_thread(llm.close)  # its thread knows this loop
-            if left := server.server_state.tasks:  # of a second signal: they were told just now
+            await asyncio.to_thread(
+                llm.close
+            )  # while the loop runs: the engine's thread calls back into it
+            if (
+                left := server.server_state.tasks
+            ):  # after a second signal: requests that were just cancelled
                 await asyncio.wait(left, timeout=2)
 
     asyncio.run(serve())
 
 
-def address(settings: Settings, bound: socket.socket) -> str:
+def address(settings: ServerSettings, bound: socket.socket) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{settings.model}: http://{host}:{bound.getsockname()[1]}"

@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from billfish.bench import generate, plot_generate, random_model, variants
-from billfish.bench.generate import Run
+from billfish.bench.generate import GenerateBench
 from billfish.bench.variants import GenerateRequest, parse_batches, parse_bytes, parse_variants
 from billfish.cli import bench as cli_bench
 from billfish.engine import build
@@ -66,7 +66,7 @@ def request(config, text="bf16+kv16", **changes):
 
 
 def made(config, dtype=torch.bfloat16, scheme=None):
-    model = random_model.skeleton(random_model.config_of(str(config)), dtype)
+    model = random_model.empty_model(random_model.config_of(str(config)), dtype)
     planned = random_model.planned_bytes(model, scheme)
     random_model.fill(model, scheme, CPU)
     return model, planned
@@ -130,7 +130,7 @@ def test_frequencies_are_those_of_a_model_built_in_memory(config):
     ],
 )
 def test_named_models_have_the_size_they_are_known_for(name, billions):
-    model = random_model.skeleton(random_model.config_of(name), torch.float16)
+    model = random_model.empty_model(random_model.config_of(name), torch.float16)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
@@ -156,7 +156,7 @@ def test_every_variant_and_batch_is_measured_and_compared(config):
     kept = []
     named = "fp32+kv16,bf16+kv8,w4a16+kv4"
     asked = request(config, named, bandwidth=1e10, dtype="bfloat16")
-    result = Run(asked, CPU, keep=lambda told: kept.append(json.dumps(told))).measure()
+    result = GenerateBench(asked, CPU, keep=lambda told: kept.append(json.dumps(told))).measure()
     assert result["complete"] and len(kept) >= 6 and not json.loads(kept[0])["complete"]
     assert "commit" not in result and result["settings"]["batches"] == (1, 3)
     for variant in result["variants"]:
@@ -187,7 +187,7 @@ def test_a_model_is_gone_before_the_next_is_made(config, monkeypatch):
         fill(model, *args)
 
     monkeypatch.setattr(random_model, "fill", watched)
-    Run(request(config, "fp32+kv16,bf16+kv16,w4a16+kv16", batches=(1,)), CPU).measure()
+    GenerateBench(request(config, "fp32+kv16,bf16+kv16,w4a16+kv16", batches=(1,)), CPU).measure()
     assert len(alive) == 3
 
 
@@ -196,7 +196,7 @@ def test_auto_takes_as_many_sequences_as_memory_holds(config):
     token = 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, head_dim, bytes; pages are of 16 tokens
     memory = random_model.held_bytes(model) + 3 * 16 * token + 100
     asked = request(config, batches=(2, None, 7), memory=memory)
-    (variant,) = Run(asked, CPU).measure()["variants"]
+    (variant,) = GenerateBench(asked, CPU).measure()["variants"]
     assert variant["largest_batch"] == 3
     assert [(p["batch"], bool(p["error"])) for p in variant["points"]] == [
         (2, False),
@@ -205,13 +205,13 @@ def test_auto_takes_as_many_sequences_as_memory_holds(config):
     ]
     assert "7 sequences: 3 fit" in variant["points"][2]["error"]
     asked = request(config, batches=(None,), max_batched_tokens=5)
-    (variant,) = Run(asked, CPU).measure()["variants"]
+    (variant,) = GenerateBench(asked, CPU).measure()["variants"]
     assert variant["largest_batch"] == 5  # every running text has a token in each step
 
 
 def test_decoding_is_not_timed_where_texts_end_before_the_last_begins(config):
     asked = request(config, batches=(4,), output=2, max_batched_tokens=6)
-    (variant,) = Run(asked, CPU).measure()["variants"]
+    (variant,) = GenerateBench(asked, CPU).measure()["variants"]
     (point,) = variant["points"]
     assert point["decode_steps"] == 0 and point["step_seconds"] is None
     assert point["tokens_per_s"] > 0 and point["roofline"] is None
@@ -222,7 +222,7 @@ def test_tokens_are_counted_when_drawn_not_when_told(config, monkeypatch):
     """A GPU's steps give back the text of the step before."""
     inner = build.TorchRunner
     monkeypatch.setattr(build, "TorchRunner", lambda *given: Ahead(inner(*given)))
-    (variant,) = Run(request(config), CPU).measure()["variants"]
+    (variant,) = GenerateBench(request(config), CPU).measure()["variants"]
     assert [(p["steps"], p["decode_steps"]) for p in variant["points"]] == [(6, 4), (6, 4)]
 
 
@@ -230,12 +230,12 @@ def test_what_does_not_fit_is_told_and_the_rest_is_measured(config):
     model, _ = made(config, scheme=SCHEME)
     memory = random_model.held_bytes(model) + 9000
     asked = request(config, "fp32+kv16,w4a16+kv4", memory=memory, dtype="bfloat16")
-    dense, packed = Run(asked, CPU).measure()["variants"]
+    dense, packed = GenerateBench(asked, CPU).measure()["variants"]
     assert "weights take" in dense["error"] and "Raise --memory" in dense["error"]
     assert not dense["points"] and dense["best"] is None
     assert packed["points"][0]["error"] is None and packed["best"]["ratio"] is None
     with pytest.raises(UserError, match=r"nothing could be measured.*Raise --memory.*kv4"):
-        Run(request(config, "fp32+kv16,w4a16+kv4", memory=2000), CPU).measure()
+        GenerateBench(request(config, "fp32+kv16,w4a16+kv4", memory=2000), CPU).measure()
 
 
 def test_a_step_that_fails_ends_its_point_alone(config, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_step_that_fails_ends_its_point_alone(config, monkeypatch):
         return outputs
 
     monkeypatch.setattr(generate.LLM, "generate", sometimes)
-    (variant,) = Run(request(config), CPU).measure()["variants"]
+    (variant,) = GenerateBench(request(config), CPU).measure()["variants"]
     assert [p["error"] for p in variant["points"]] == [None, "OutOfMemoryError: too much"]
 
 
@@ -306,14 +306,14 @@ def test_a_checkpoint_runs_with_what_it_holds(tmp_path):
 
 
 def test_pictures_are_lines_or_bars(config):
-    result = Run(request(config, "bf16+kv16,w4a16+kv16", bandwidth=1e10), CPU).measure()
-    decode, both = plot_generate.figure(result).axes
+    result = GenerateBench(request(config, "bf16+kv16,w4a16+kv16", bandwidth=1e10), CPU).measure()
+    decode, both = plot_generate.generate_figure(result).axes
     assert len(decode.get_lines()) == 4 and len(both.get_lines()) == 2  # with roofs, and without
     for variant in result["variants"]:
         del variant["points"][1:]
-    assert [len(axes.patches) for axes in plot_generate.figure(result).axes] == [2, 2]
+    assert [len(axes.patches) for axes in plot_generate.generate_figure(result).axes] == [2, 2]
     result["variants"][0]["points"] = []
-    assert [len(axes.patches) for axes in plot_generate.figure(result).axes] == [1, 1]
+    assert [len(axes.patches) for axes in plot_generate.generate_figure(result).axes] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ import torch
 from fake_card import RULES, FakeCard
 
 from billfish.bench import kernels
-from billfish.bench.kernels import KernelRequest, Peaks, Run, peaks_of
-from billfish.bench.shapes import Linear, ShapeSet, parse_shapes
+from billfish.bench.kernels import KernelBench, KernelRequest, Peaks, peaks_of
+from billfish.bench.shapes import LinearShape, ShapeSet, parse_shapes
 from billfish.errors import UserError
 
 LAYER = ShapeSet(
     "tiny",
     (
-        Linear("qkv", 64, 96),
-        Linear("o", 64, 64),
-        Linear("gate_up", 64, 256),
-        Linear("down", 128, 64),
+        LinearShape("qkv", 64, 96),
+        LinearShape("o", 64, 64),
+        LinearShape("gate_up", 64, 256),
+        LinearShape("down", 128, 64),
     ),
 )
 TWIN = ShapeSet("twin", LAYER.linears)
@@ -33,7 +33,7 @@ def run(card=None, **changes):
     wanted = {"sets": (LAYER,), "rows": (1, 3), "group_sizes": (32,), "op": "reference"} | changes
     card = card or FakeCard()
     kept = []
-    made = Run(
+    made = KernelBench(
         KernelRequest(**wanted), card, RULES, keep=lambda result: kept.append(json.dumps(result))
     )
     return made.measure(), card, kept

@@ -8,8 +8,8 @@ from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
 from billfish.bench import kernels, plot, timing
-from billfish.bench.kernels import KernelRequest, Run
-from billfish.bench.shapes import Linear, ShapeSet, parse_shapes
+from billfish.bench.kernels import KernelBench, KernelRequest
+from billfish.bench.shapes import LinearShape, ShapeSet, parse_shapes
 from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
 
@@ -43,7 +43,7 @@ def no_git(monkeypatch):
 
 def measured(sets=None, **changes):
     request = KernelRequest(sets or parse_shapes(SHAPES), (2, 4, 16), op="reference", **changes)
-    return Run(request, FakeCard(), RULES).measure()
+    return KernelBench(request, FakeCard(), RULES).measure()
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def files(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures the command draws, kept."""
-    figures, speedup = [], plot.speedup
+    figures, speedup = [], plot.speedup_figure
 
     def keep(*args):
         figures.append(speedup(*args))
         return figures[-1]
 
-    monkeypatch.setattr(plot, "speedup", keep)
+    monkeypatch.setattr(plot, "speedup_figure", keep)
     return figures
 
 
@@ -93,7 +93,7 @@ def labels(figure):
 
 
 def test_peers_are_dashed_in_their_shapes_colour_within_the_rows():
-    figure = plot.speedup(measured(), PEERS)
+    figure = plot.speedup_figure(measured(), PEERS)
     (axes,) = figure.axes
     named = colours(axes)
     assert dashed(axes) == {
@@ -116,13 +116,13 @@ def test_peers_are_dashed_in_their_shapes_colour_within_the_rows():
     ],
 )
 def test_other_variants_have_no_peers(changes):
-    figure = plot.speedup(measured(**changes), PEERS)
+    figure = plot.speedup_figure(measured(**changes), PEERS)
     assert not dashed(figure.axes[0]) and plot.PEERS_LABEL not in labels(figure)
 
 
 def test_only_the_panel_of_the_peers_variant_has_them():
     result = measured(dtypes=("bfloat16", "float16"), group_sizes=(64, 128))
-    figure = plot.speedup(result, PEERS)
+    figure = plot.speedup_figure(result, PEERS)
     found = {axes.get_title(): len(dashed(axes)) for axes in figure.axes}
     assert found == {
         "bf16, groups of 64, symmetric": 0,
@@ -134,18 +134,21 @@ def test_only_the_panel_of_the_peers_variant_has_them():
 
 
 def test_without_peers_nothing_is_dashed_and_models_share_a_panel():
-    sets = (ShapeSet("small", (Linear("o", 128, 64),)), ShapeSet("big", (Linear("o", 256, 64),)))
-    (axes,) = plot.speedup(measured(sets)).axes
+    sets = (
+        ShapeSet("small", (LinearShape("o", 128, 64),)),
+        ShapeSet("big", (LinearShape("o", 256, 64),)),
+    )
+    (axes,) = plot.speedup_figure(measured(sets)).axes
     assert not dashed(axes) and {"small o  128 x 64", "big o  256 x 64"} <= set(colours(axes))
 
 
 def test_with_peers_each_model_has_panels_of_its_own():
     sets = (
-        ShapeSet("small", (Linear("o", 128, 64),)),
-        ShapeSet("big", (Linear("o", 256, 64),)),
+        ShapeSet("small", (LinearShape("o", 128, 64),)),
+        ShapeSet("big", (LinearShape("o", 256, 64),)),
         *parse_shapes("128x32,512x64"),
     )
-    figure = plot.speedup(measured(sets, dtypes=("float16", "bfloat16")), PEERS)
+    figure = plot.speedup_figure(measured(sets, dtypes=("float16", "bfloat16")), PEERS)
     kinds = [f"{kind}, groups of 128, symmetric" for kind in ("fp16", "bf16")]
     panels = {axes.get_title(): axes for axes in figure.axes}
     whose = ("small: ", "big: ", "")
@@ -164,7 +167,7 @@ def test_a_shape_that_failed_has_no_peers_either():
     for point in result["points"]:
         if point["k"] == 256:
             point["error"] = "out of memory"
-    (axes,) = plot.speedup(result, PEERS).axes
+    (axes,) = plot.speedup_figure(result, PEERS).axes
     assert list(dashed(axes)) == [colours(axes)["128 x 64"]]
 
 
@@ -252,5 +255,5 @@ def test_the_peers_that_come_along_are_drawn_over_the_result_that_does():
     assert len(set(places)) == len(places) == 88
     # Every point of the result has its peer; the peers have rows beyond.
     assert {(p["k"], p["n"], p["m"]) for p in result["points"]} < set(places)
-    figure = plot.speedup(result, peers)
+    figure = plot.speedup_figure(result, peers)
     assert [len(dashed(axes)) for axes in figure.axes] == [4, 4]

@@ -1,8 +1,12 @@
 """Counts of the protocol, and statistics; what runs on a GPU is not tested here."""
 
-import pytest
+import sys
+from types import SimpleNamespace
 
-from billfish.bench import timing
+import pytest
+import torch
+
+from billfish.bench import nvml, timing
 from billfish.bench.timing import QUICK, Rules, Timing
 from billfish.errors import UserError
 
@@ -68,6 +72,75 @@ def test_without_a_gpu_it_says_what_is_needed(monkeypatch):
         timing.GraphCard(RULES)
 
 
-def test_what_nvidia_smi_does_not_know_is_none():
-    assert timing.number("1980") == 1980.0
-    assert timing.number("[N/A]") is None
+class FakeNvml:
+    """An H200 that does not report its memory clock."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = "sm", "memory", "gpu"
+
+    def __init__(self, driver="580.1"):
+        self.driver = driver
+
+    def nvmlInit(self):
+        if self.driver is None:
+            raise RuntimeError("Driver Not Loaded")
+
+    def nvmlSystemGetDriverVersion(self):
+        return self.driver
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != "GPU-1234":
+            raise RuntimeError("Not Found")
+        return "card"
+
+    def nvmlDeviceGetClockInfo(self, card, clock):
+        if clock == "memory":
+            raise RuntimeError("Not Supported")
+        return 1755
+
+    def nvmlDeviceGetMaxClockInfo(self, card, clock):
+        return 1980
+
+    def nvmlDeviceGetPowerUsage(self, card):
+        return 612_345
+
+    def nvmlDeviceGetPowerManagementLimit(self, card):
+        return 700_000
+
+    def nvmlDeviceGetTemperature(self, card, sensor):
+        return 61
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """`card(library, uuid)`: what this machine has from now on."""
+
+    def make(library, uuid="1234"):
+        nvml.library.cache_clear()
+        monkeypatch.setitem(sys.modules, "pynvml", library)
+        found = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+    yield make
+    nvml.library.cache_clear()
+
+
+def test_readings_are_in_mhz_watts_and_degrees(card):
+    card(FakeNvml())
+    assert nvml.driver_version() == "580.1"
+    assert nvml.readings(torch.device("cuda")) == {
+        "sm_mhz": 1755,
+        "memory_mhz": None,
+        "most_sm_mhz": 1980,
+        "watts": 612.345,
+        "limit_watts": 700.0,
+        "celsius": 61,
+    }
+
+
+@pytest.mark.parametrize(
+    ("library", "uuid"), [(None, "1234"), (FakeNvml(driver=None), "1234"), (FakeNvml(), "5")]
+)
+def test_without_library_driver_or_card_readings_are_unknown(card, library, uuid):
+    card(library, uuid)  # None in sys.modules: not installed
+    assert nvml.readings(torch.device("cuda")) is None
+    assert nvml.driver_version() == (None if uuid == "1234" else "580.1")

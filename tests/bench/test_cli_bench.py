@@ -10,7 +10,7 @@ from fake_card import RULES, FakeCard
 from typer.testing import CliRunner
 
 from billfish.bench import kernels, plot, timing
-from billfish.bench.kernels import KernelRequest, Run
+from billfish.bench.kernels import KernelBench, KernelRequest
 from billfish.bench.shapes import parse_shapes
 from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
@@ -33,7 +33,7 @@ def result():
     request = KernelRequest(
         parse_shapes(SHAPES), (1, 4, 16), dtypes=("float16", "bfloat16"), op="reference"
     )
-    return Run(request, FakeCard(), RULES).measure()
+    return KernelBench(request, FakeCard(), RULES).measure()
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def labels(figure):
 
 
 def test_the_legend_names_shapes_and_limits(result):
-    roofline, speedup = plot.roofline(result), plot.speedup(result)
+    roofline, speedup = plot.roofline_figure(result), plot.speedup_figure(result)
     assert labels(roofline) == [
         "roof, datasheet: 4.80 TB/s, 990 TFLOP/s",
         "read speed reached by torch.sum: 4.00 TB/s",
@@ -171,26 +171,28 @@ def test_the_legend_names_shapes_and_limits(result):
 
 
 def test_lines_hold_the_measured_numbers(result):
-    axes = plot.speedup(result).axes[0]
+    axes = plot.speedup_figure(result).axes[0]
     line = next(line for line in axes.get_lines() if line.get_label() == "256 x 64")
     assert line.get_xdata().tolist() == [1, 4, 16] and line.get_ydata().tolist() == [4.0] * 3
     assert axes.get_xscale() == "log"
-    roof = plot.roofline(result).axes[0].get_lines()[0]
+    roof = plot.roofline_figure(result).axes[0].get_lines()[0]
     assert max(roof.get_ydata()) == pytest.approx(990)
     assert roof.get_xdata()[1] == pytest.approx(990 / 4.8)
 
 
 def test_a_failed_shape_is_left_out_and_others_keep_their_colour(result):
-    before = {line.get_label(): line.get_color() for line in plot.speedup(result).axes[0].lines}
+    before = {
+        line.get_label(): line.get_color() for line in plot.speedup_figure(result).axes[0].lines
+    }
     assert before["128 x 64"] != before["256 x 64"]
     for point in result["points"]:
         if point["k"] == 128:
             point["error"] = "out of memory"
-    after = plot.speedup(result)
+    after = plot.speedup_figure(result)
     assert "128 x 64" not in labels(after)
     (line,) = [line for line in after.axes[0].lines if line.get_label() == "256 x 64"]
     assert line.get_color() == before["256 x 64"]
     for point in result["points"]:
         point["error"] = "out of memory"
     with pytest.raises(UserError, match="nothing to draw"):
-        plot.draw(result, None)
+        plot.draw_kernels(result, None)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from billfish.bench import kernels, timing
 from billfish.bench.kernels import KernelRequest
 from billfish.bench.shapes import parse_shapes
-from billfish.bench.sustain import Sustain, summary
+from billfish.bench.sustain import Sustain, summarize_seconds
 from billfish.cli import bench as cli_bench
 from billfish.errors import UserError
 from billfish.version import __version__
@@ -36,18 +36,18 @@ def run(card=None, seconds=20, shapes="128x64,256x64", rows=(1, 4)):
 
 def test_kept_is_the_first_tenth_over_the_last():
     times = [9.0, 10.0, 99.0, *[50.0] * 24, 1.0, 20.0, 30.0]  # 30 s: tenths of three
-    found = summary([(us, None) for us in times])
+    found = summarize_seconds([(us, None) for us in times])
     assert (found["first"], found["last"], found["kept"]) == (10.0, 20.0, 0.5)
 
 
 def test_a_short_run_compares_its_first_and_last_second():
-    found = summary([(8.0, None), (100.0, None), (10.0, None)])
+    found = summarize_seconds([(8.0, None), (100.0, None), (10.0, None)])
     assert (found["first"], found["last"], found["kept"]) == (8.0, 10.0, 0.8)
 
 
 def test_samples_say_what_was_read_and_what_was_not():
     read = {"sm_mhz": 1500.0, "watts": None, "celsius": 71.0, "memory_mhz": 3201.0}
-    assert summary([(8.0, read), (9.0, None)])["samples"] == [
+    assert summarize_seconds([(8.0, read), (9.0, None)])["samples"] == [
         {"second": 1, "us": 8.0, "sm_mhz": 1500.0, "watts": None, "celsius": 71.0},
         {"second": 2, "us": 9.0, "sm_mhz": None, "watts": None, "celsius": None},
     ]

@@ -11,13 +11,14 @@ from billfish.cli.app import app
 from billfish.errors import UserError
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch
+from billfish.schemes.w4a16.cuda import tune as tuner
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 TABLE = json.loads(batch.TABLE.read_text())
 
 
 def test_it_tries_the_models_choice_first_and_nothing_hopeless():
-    tried = tune.worth_trying(64, 4096, 32, 4224, H200)
+    tried = tuner.worth_trying(64, 4096, 32, 4224, H200)
     expected = [batch.model_us(how, 32, H200) for how in tried]
     assert expected == sorted(expected) and expected[-1] <= 2 * expected[0]
     assert len(tried) > 1

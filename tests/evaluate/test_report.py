@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from billfish.evaluate.layers import bits_per_weight, error_series, kind_and_block
+from billfish.evaluate.layers import error_series, kind_and_block, mean_bits_per_weight
 from billfish.evaluate.page import duration, quantity, size
 from billfish.evaluate.plot import Axis
 from billfish.evaluate.report import report_html, write_report
@@ -259,8 +259,8 @@ def test_files_are_whole_or_absent(result, tmp_path, monkeypatch):
 
 def test_bits_are_weighted_by_size(result):
     layers = result["quantization"]["layers"]
-    assert bits_per_weight(layers) == pytest.approx((3 * 64 * 4.25 + 192 * 8.25) / (6 * 64))
-    assert bits_per_weight([{"name": "x"}]) is None
+    assert mean_bits_per_weight(layers) == pytest.approx((3 * 64 * 4.25 + 192 * 8.25) / (6 * 64))
+    assert mean_bits_per_weight([{"name": "x"}]) is None
 
 
 def test_series_by_kind_and_block():

@@ -87,7 +87,7 @@ def test_probe():
 
 
 def test_doctor_agrees():
-    assert doctor.kernels().status == "ok" and doctor.nvrtc().status == "ok"
+    assert doctor.check_cuda_kernels().status == "ok" and doctor.check_nvrtc().status == "ok"
 
 
 def test_on_the_current_stream():

@@ -317,7 +317,7 @@ def test_serve_obeys(asked, half, monkeypatch):
         with llm:
             assert str(llm.engine.decoder.dtype) == f"torch.{asked}"
 
-    monkeypatch.setattr(server, "run", run)
+    monkeypatch.setattr(server, "run_server", run)
     command = ["serve", str(half), "--port", "0", "--device", "cpu", "--dtype", asked]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.exception
@@ -354,11 +354,11 @@ def test_benches_obey(asked, half, packed, tmp_path, monkeypatch, capsys):
 
 def test_doctor_says_which_and_why(monkeypatch):
     monkeypatch.setenv(VARIABLE, "float32")
-    found = doctor.compute()
+    found = doctor.check_compute_type()
     assert found.status == "ok" and found.detail.startswith("models of 16 bits compute in float32")
     assert "--dtype" in found.detail and VARIABLE in found.detail and found in doctor.diagnose()
     monkeypatch.setenv(VARIABLE, "float16")
-    found = doctor.compute()
+    found = doctor.check_compute_type()
     assert found.status == "problem" and found.fix == f"unset {VARIABLE}"
 
 

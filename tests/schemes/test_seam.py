@@ -16,7 +16,7 @@ from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 import billfish
-from billfish.bench.kernels import KernelRequest, Run
+from billfish.bench.kernels import KernelBench, KernelRequest
 from billfish.bench.shapes import parse_shapes
 from billfish.cli.app import app
 from billfish.cli.doctor import diagnose
@@ -129,7 +129,7 @@ def test_the_engine_runs_it_and_makes_inputs_once(made):
 
 def test_benchmarks_and_doctor_take_it():
     request = KernelRequest(parse_shapes("128x64"), (1, 2), scheme="w8f", op="cpu", modes=("pdl",))
-    result = Run(request, FakeCard(), RULES).measure()
+    result = KernelBench(request, FakeCard(), RULES).measure()
     assert {point["op"] for point in result["points"]} == {"cpu"}
     assert all(point["error"] is None for point in result["points"])
     assert all(finding.status in ("ok", "note", "problem") for finding in diagnose())

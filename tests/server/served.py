@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 
 from billfish.engine.llm import LLM
-from billfish.server.run import Server, Settings, bind
+from billfish.server.run import Server, ServerSettings, bind
 
 MODEL = "tiny"
 
@@ -16,7 +16,7 @@ MODEL = "tiny"
 class Served:
     def __init__(self, llm, server, url):
         self.llm, self.server, self.url = llm, server, url
-        self.desk = server.service.desk
+        self.admission = server.service.admission
 
     def http(self, **options):
         return httpx.Client(base_url=self.url, timeout=60, **options)
@@ -24,7 +24,7 @@ class Served:
     def settle(self, seconds=20):
         """Until nothing is left in the engine; says how many pages are in use then."""
         end = time.monotonic() + seconds
-        while (self.desk.live or not self.llm.engine.idle) and time.monotonic() < end:
+        while (self.admission.live or not self.llm.engine.idle) and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)
         return self.llm.engine.pages.used()
@@ -32,7 +32,9 @@ class Served:
 
 @contextmanager
 def served(path, key=None, max_queue=256, drain_seconds=20.0, **options):
-    settings = Settings(MODEL, port=0, key=key, max_queue=max_queue, drain_seconds=drain_seconds)
+    settings = ServerSettings(
+        MODEL, port=0, key=key, max_queue=max_queue, drain_seconds=drain_seconds
+    )
     bound = bind(settings)
     with LLM(path, **options) as llm:
         server = Server(llm, settings, lambda told: None)

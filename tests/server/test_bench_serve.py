@@ -6,7 +6,14 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from billfish.bench.serve import Load, Seen, measure, parse_range, parse_rates, summary
+from billfish.bench.serve import (
+    Load,
+    Seen,
+    measure_server,
+    parse_range,
+    parse_rates,
+    summarize_load,
+)
 from billfish.cli.app import app
 from billfish.errors import UserError
 
@@ -17,7 +24,7 @@ def test_times_are_those_of_vllm():
         Seen(first=0.3, last=0.3, asked=3, written=1),
         Seen(error="503: full"),
     ]
-    told = summary(seen, duration=2.0)
+    told = summarize_load(seen, duration=2.0)
     assert (told["completed"], told["failed"], told["errors"]) == (2, 1, {"503: full": 1})
     assert told["requests_per_s"] == 1 and told["output_tokens_per_s"] == 3
     assert told["total_tokens_per_s"] == 8
@@ -25,7 +32,7 @@ def test_times_are_those_of_vllm():
     assert told["ttft_ms"]["p50"] == pytest.approx(200)
     assert told["ttft_ms"]["p99"] == pytest.approx(298)
     assert told["itl_ms"]["p50"] == pytest.approx(200) and told["e2e_ms"]["mean"] == 400
-    assert summary([seen[2]], 1.0)["tpot_ms"] is None
+    assert summarize_load([seen[2]], 1.0)["tpot_ms"] is None
 
 
 def test_a_run(server, tmp_path):
@@ -92,13 +99,15 @@ def test_a_server_of_its_own_that_cannot_load(tmp_path):
 def test_failures_are_counted_and_named(server):
     load = Load(server.url, (float("inf"),), 12, (120, 128), (3, 3))  # 126 and more do not fit
     kept = []
-    result = measure(load, lambda told: None, lambda told: kept.append(len(told["points"])))
+    result = measure_server(load, lambda told: None, lambda told: kept.append(len(told["points"])))
     (point,) = result["points"]
     assert point["completed"] + point["failed"] == 12 and 0 < point["failed"] < 12
     assert all("maximum context length" in error for error in point["errors"])
     assert kept == [1, 1]
     with pytest.raises(UserError, match="maximum context length"):  # it is seen before the load
-        measure(Load(server.url, (1.0,), 9, (128, 128)), lambda told: None, lambda told: None)
+        measure_server(
+            Load(server.url, (1.0,), 9, (128, 128)), lambda told: None, lambda told: None
+        )
 
 
 def test_what_is_wrong():
@@ -111,4 +120,4 @@ def test_what_is_wrong():
         with pytest.raises(UserError):
             Load(**{"url": "http://a", "rates": (1.0,), **options})
     with pytest.raises(UserError, match="Is a server there"):
-        measure(Load("http://127.0.0.1:9", (1.0,)), lambda told: None, lambda result: None)
+        measure_server(Load("http://127.0.0.1:9", (1.0,)), lambda told: None, lambda result: None)

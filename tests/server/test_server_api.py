@@ -262,7 +262,8 @@ def test_metrics(server):
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
             assert name.startswith("vllm:") and f'model_name="{MODEL}"' in name
-            values[name.replace(f'model_name="{MODEL}"', "").replace("{,", "{")] = float(value)
+            name = name.replace(f'model_name="{MODEL}"', "").replace(",}", "}")
+            values[name] = float(value)
     assert values["vllm:num_requests_running{}"] == 0
     assert values["vllm:kv_cache_usage_perc{}"] == 0
     assert values["vllm:generation_tokens_total{}"] >= 4
@@ -438,7 +439,7 @@ def test_a_mistake_of_ours_is_one_500(server, monkeypatch, wanted):
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr(server.desk, "enter", broken)
+    monkeypatch.setattr(server.admission, "enter", broken)
     answer = post(server, TEXT, {"prompt": PROMPT})
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
     assert "ours" not in answer.text

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from served import MODEL, served
 
 from billfish.engine.llm import LLM
-from billfish.server.app import Service, make
-from billfish.server.asking import NO_MATTER, READ, REFUSED
+from billfish.server.app import Service, make_app
+from billfish.server.fields import KNOWN, UNSUPPORTED, WITHOUT_EFFECT
 
 pytestmark = pytest.mark.fuzz
 TOGETHER = 8  # requests at once
@@ -154,7 +154,7 @@ NUMBERS = [
     "frequency_penalty",
     "logprobs",
 ]
-FIELDS = sorted(READ | NO_MATTER | set(REFUSED) | {"tokens"})
+FIELDS = sorted(KNOWN | WITHOUT_EFFECT | set(UNSUPPORTED) | {"sampling"})
 
 
 @st.composite
@@ -273,7 +273,7 @@ def test_requests(tiny_path, errors):
     sizes, seen, start = [], Counter(), time.monotonic()
     with LLM(tiny_path, **settings) as llm, asyncio.Runner() as runner:
         service = Service(llm, MODEL, 256)
-        app = make(service, None, "127.0.0.1", 100)
+        app = make_app(service, None, "127.0.0.1", 100)
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=None
         )
@@ -296,7 +296,7 @@ def test_requests(tiny_path, errors):
             while not llm.engine.idle and time.monotonic() < end:
                 time.sleep(0.001)
             assert llm.engine.idle and llm.engine.pages.used() == 0
-            assert service.desk.live == app.live == 0 and errors == []
+            assert service.admission.live == app.live == 0 and errors == []
 
         fuzzing.rounds(
             st.lists(request(), min_size=TOGETHER, max_size=TOGETHER),

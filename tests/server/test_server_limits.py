@@ -19,8 +19,8 @@ from served import MODEL, served
 
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError
-from billfish.server.guard import LARGEST_BODY, LARGEST_HEAD
-from billfish.server.run import Settings, bind
+from billfish.server.middleware import LARGEST_BODY, LARGEST_HEAD
+from billfish.server.run import ServerSettings, bind
 
 LONG = {"model": MODEL, "prompt": "abc", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 TEXT = "/v1/completions"
@@ -56,12 +56,12 @@ def test_a_client_that_leaves_frees_its_pages(stream, slow):
             % (TEXT.encode(), len(body), body)
         )
         wait_for(lambda: slow.llm.engine.pages.used() > 0)
-        assert slow.desk.live == 3
+        assert slow.admission.live == 3
         if stream:
             assert raw.recv(100).startswith(b"HTTP/1.1 200")
     assert slow.settle() == 0
-    assert slow.desk.live == 0 and time.monotonic() - start < 2  # 120 steps would be 2.4 s
-    assert slow.desk.metrics.ends["abort"] >= 3
+    assert slow.admission.live == 0 and time.monotonic() - start < 2  # 120 steps would be 2.4 s
+    assert slow.admission.metrics.value("request_success_total", finished_reason="abort") >= 3
 
 
 def test_a_client_that_reads_nothing_holds_nobody_up(server):
@@ -97,7 +97,7 @@ def test_a_full_queue_says_so(tiny_path):
         ]
         for thread in three:
             thread.start()
-        wait_for(lambda: made.desk.live == 3)
+        wait_for(lambda: made.admission.live == 3)
         refused = http.post(TEXT, json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["code"] == "queue_full"
@@ -204,7 +204,7 @@ def test_draining_finishes_what_runs(tiny_path):
             target=lambda: found.append(httpx.post(made.url + TEXT, json=LONG, timeout=60))
         )
         running.start()
-        wait_for(lambda: made.desk.live == 1)
+        wait_for(lambda: made.admission.live == 1)
         with made.http() as http:
             made.server.drain()
             refused = http.post(TEXT, json=LONG)
@@ -264,11 +264,11 @@ def test_an_engine_that_is_gone_is_not_healthy(tiny_path):
 def test_settings_that_are_wrong():
     for options in ({"port": 70000}, {"max_queue": -1}, {"key": " "}, {"model": ""}):
         with pytest.raises(UserError):
-            Settings(**{"model": MODEL, **options})
-    assert "without an API key" in Settings(MODEL, host="0.0.0.0").warning
-    assert Settings(MODEL, host="0.0.0.0", key="k").warning is None
-    assert Settings(MODEL).warning is None
-    with bind(Settings(MODEL, port=0)) as taken:
+            ServerSettings(**{"model": MODEL, **options})
+    assert "without an API key" in ServerSettings(MODEL, host="0.0.0.0").warning
+    assert ServerSettings(MODEL, host="0.0.0.0", key="k").warning is None
+    assert ServerSettings(MODEL).warning is None
+    with bind(ServerSettings(MODEL, port=0)) as taken:
         taken.listen()
         with pytest.raises(UserError, match="in use"):
-            bind(Settings(MODEL, port=taken.getsockname()[1]))
+            bind(ServerSettings(MODEL, port=taken.getsockname()[1]))

@@ -153,7 +153,7 @@ def test_http_soak(tiny_path):
         asyncio.run(run(made.url, range(100, COUNT)))
         assert made.settle() == 0
         assert resident() - before < 32
-        assert made.desk.live == 0 and not made.desk.draining
+        assert made.admission.live == 0 and not made.admission.draining
     assert seen["right"] == COUNT * 7 // 10, seen  # all that were neither cut off nor malformed
     assert seen["left"] == COUNT * 2 // 10 and seen["503"] > 0 and seen["health"] > 10, seen
     assert seen["refused"] == COUNT // 10, seen

@@ -12,9 +12,10 @@ from served import MODEL, served
 from structured import HERMES, LLAMA, MISTRAL, PERSON, PLAIN, byte_tokenizer, write_byte_checkpoint
 
 from billfish.engine.structured import Matchers
-from billfish.server.calls import read
-from billfish.server.problem import Problem
-from billfish.server.tools import FORMATS, Toolbox, asked, recognise
+from billfish.server.errors import ApiError
+from billfish.server.protocol import ChatPrompt, parse_request
+from billfish.server.tool_parser import parse_calls
+from billfish.server.tools import FORMATS, ToolSupport, detect_format, requested
 
 MESSAGES = [{"role": "user", "content": "who?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -34,6 +35,10 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}
+
+
+def requested_tools(body):
+    return requested(parse_request(ChatPrompt, {"messages": MESSAGES, **body}))
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +259,11 @@ WRONG = [
     ),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}
+            ]
+        },
         "messages[0].tool_calls",
     ),
     (
@@ -371,11 +380,11 @@ CALLS = [
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
 def test_calls_are_read_as_they_grow(form, text, content, calls):
     """However a text is cut: nothing that was told is taken back, and all of it adds up."""
-    told = read(FORMATS[form], text, True)
+    told = parse_calls(FORMATS[form], text, True)
     assert (told[0], [(c.name, c.arguments) for c in told[1]]) == (content, calls)
     shown, found = "", []
     for end in range(len(text) + 1):
-        plain, growing = read(FORMATS[form], text[:end], False)
+        plain, growing = parse_calls(FORMATS[form], text[:end], False)
         assert plain.startswith(shown) and len(growing) >= len(found)
         for old, new in zip(found, growing, strict=False):
             assert new.name == old.name and new.arguments.startswith(old.arguments)
@@ -403,7 +412,7 @@ def test_no_text_breaks_the_reader():
     for _ in range(3000):
         text = "".join(draw.choices(pieces, k=draw.randint(0, 12)))
         for form in FORMATS.values():
-            plain, calls = read(form, text, draw.random() < 0.5)
+            plain, calls = parse_calls(form, text, draw.random() < 0.5)
             assert len(plain) + sum(len(one.arguments) for one in calls) <= 2 * len(text)
 
 
@@ -413,9 +422,9 @@ def test_no_text_breaks_the_reader():
 )
 @pytest.mark.parametrize("special", [(), ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")])
 def test_every_format_has_a_grammar_that_its_reader_reads(template, form, special):
-    assert getattr(recognise(template), "name", None) == form
+    assert getattr(detect_format(template), "name", None) == form
     tokenizer = byte_tokenizer(template, special)
-    box = Toolbox(tokenizer)
+    box = ToolSupport(tokenizer)
     matchers = Matchers(tokenizer, len(tokenizer), frozenset({0}))
     call = '{"name": "%s", "%s": %s}'
     one = call % ("get_weather", box.format.arguments, '{"city": "Rome", "unit": "c"}')
@@ -428,7 +437,7 @@ def test_every_format_has_a_grammar_that_its_reader_reads(template, form, specia
     text = texts[box.format.name]
     strict = {**CLOCK, "function": {**CLOCK["function"], "strict": True}}
     for choice, said in (("required", text), ("auto", text), ("auto", "Hello.")):
-        tools = asked({"tools": [WEATHER, strict], "tool_choice": choice})
+        tools = requested_tools({"tools": [WEATHER, strict], "tool_choice": choice})
         matcher = matchers.compile(box.grammar(tools, None)).copy()
         for token in tokenizer(said, add_special_tokens=False).input_ids:
             assert matcher.mask()[token // 8] >> token % 8 & 1, (said, tokenizer.decode([token]))
@@ -436,14 +445,14 @@ def test_every_format_has_a_grammar_that_its_reader_reads(template, form, specia
         assert matcher.mask()[0] & 1  # it may end here
         shown = tokenizer.decode(tokenizer(said, add_special_tokens=False).input_ids)
         named = [] if said == "Hello." else ["get_weather", "clock"][: 1 + box.format.several]
-        assert [call.name for call in read(box.format, shown, True)[1]] == named
+        assert [call.name for call in parse_calls(box.format, shown, True)[1]] == named
     assert box.shows_special == bool(special)
 
 
 def test_a_template_in_an_unknown_format():
     tokenizer = byte_tokenizer(HERMES + "<function=")
-    tools = asked({"tools": [CLOCK]})
-    with pytest.raises(Problem, match="--tool-call-parser"):
-        Toolbox(tokenizer).check(tools)
-    Toolbox(tokenizer, "mistral").check(tools)
-    Toolbox(tokenizer).check(asked({"tools": [CLOCK], "tool_choice": "required"}))
+    tools = requested_tools({"tools": [CLOCK]})
+    with pytest.raises(ApiError, match="--tool-call-parser"):
+        ToolSupport(tokenizer).check(tools)
+    ToolSupport(tokenizer, "mistral").check(tools)
+    ToolSupport(tokenizer).check(requested_tools({"tools": [CLOCK], "tool_choice": "required"}))

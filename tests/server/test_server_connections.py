@@ -19,8 +19,8 @@ import pytest
 from served import MODEL, served
 from tiny import write_checkpoint
 
-from billfish.server import connection, guard
-from billfish.server.run import LOGGED, Rarely
+from billfish.server import connection, middleware
+from billfish.server.run import LOGGED, RateLimitFilter
 
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -92,8 +92,8 @@ def test_an_idle_connection_is_closed(door, monkeypatch):
 
 
 def test_the_oldest_idle_connection_gives_way(door, monkeypatch):
-    monkeypatch.setattr(door.server.server_state, "most", 40)
-    monkeypatch.setattr(door.server.config.app, "most", 24)
+    monkeypatch.setattr(door.server.server_state, "max_connections", 40)
+    monkeypatch.setattr(door.server.config.app, "max_requests", 24)
     with ExitStack() as held:
         many = [held.enter_context(connect(door)) for _ in range(120)]
         for raw in many:
@@ -109,8 +109,8 @@ def test_the_oldest_idle_connection_gives_way(door, monkeypatch):
 
 
 def test_requests_have_a_bound_and_health_does_not(door, monkeypatch):
-    monkeypatch.setattr(door.server.server_state, "most", 40)
-    monkeypatch.setattr(door.server.config.app, "most", 24)
+    monkeypatch.setattr(door.server.server_state, "max_connections", 40)
+    monkeypatch.setattr(door.server.config.app, "max_requests", 24)
     with ExitStack() as held:
         for _ in range(24):  # whole heads, no bodies
             held.enter_context(connect(door)).sendall(post(TEXT, 5, "secret"))
@@ -129,8 +129,8 @@ def test_requests_have_a_bound_and_health_does_not(door, monkeypatch):
 
 def test_who_may_not_ask_holds_nothing(door, monkeypatch):
     """Bodies that do not come, without the key; and pages that are asked for and not read."""
-    monkeypatch.setattr(door.server.server_state, "most", 40)
-    monkeypatch.setattr(door.server.config.app, "most", 24)
+    monkeypatch.setattr(door.server.server_state, "max_connections", 40)
+    monkeypatch.setattr(door.server.config.app, "max_requests", 24)
     with ExitStack() as held:
         for place in range(80):
             raw = held.enter_context(socket.socket())
@@ -151,7 +151,7 @@ def test_who_may_not_ask_holds_nothing(door, monkeypatch):
     [(TEXT, "secret", 413), (TEXT, None, 401), ("/nowhere", "secret", 404)],
 )
 def test_a_body_that_is_refused_is_not_read(path, key, status, door, monkeypatch):
-    monkeypatch.setattr(guard, "PASSED_OVER", (0.5, 2**20))
+    monkeypatch.setattr(middleware, "DRAINED", (0.5, 2**20))
     with connect(door) as raw:
         raw.sendall(post(path, 2**30, key))
         told = b""
@@ -166,8 +166,8 @@ def test_a_body_that_is_refused_is_not_read(path, key, status, door, monkeypatch
 
 
 def test_a_body_has_its_time(door, monkeypatch):
-    monkeypatch.setattr(guard, "SLOWEST_BODY", 0.3)
-    monkeypatch.setattr(guard, "PASSED_OVER", (0.1, 2**20))
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(middleware, "DRAINED", (0.1, 2**20))
     with connect(door) as raw:
         raw.sendall(post(TEXT, 100, "secret") + b"{")
         told = answer(raw)  # until it is closed
@@ -178,7 +178,7 @@ def test_a_small_body_that_is_refused_keeps_its_answer(door):
     """The client is still sending when the answer comes, and sees it."""
     with door.http() as http:
         for _ in range(5):
-            refused = http.post(TEXT, content=b"a" * (guard.LARGEST_BODY + 1))
+            refused = http.post(TEXT, content=b"a" * (middleware.LARGEST_BODY + 1))
             assert refused.status_code == 401
 
 
@@ -226,7 +226,7 @@ def test_nonsense_in_the_middle_is_no_traceback(door, caplog):
 
 def test_a_log_stays_small():
     logger, seen = logging.Logger("test"), []
-    logger.addFilter(Rarely())
+    logger.addFilter(RateLimitFilter())
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: seen.append(record.getMessage())
     for place in range(10_000):
@@ -271,12 +271,12 @@ def test_a_command_with_few_files_and_a_template_without_end(tmp_path):
         threading.Thread(target=lambda: log.extend(lines), daemon=True).start()
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         found = []
-        asking = threading.Thread(
+        client = threading.Thread(
             target=lambda: found.append(
                 httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
             )
         )
-        asking.start()
+        client.start()
         for _ in range(200):
             raw = held.enter_context(socket.socket())
             raw.settimeout(5)
@@ -290,6 +290,6 @@ def test_a_command_with_few_files_and_a_template_without_end(tmp_path):
         process.send_signal(signal.SIGTERM)
         start = time.monotonic()
         assert process.wait(30) == 0 and time.monotonic() - start < 8
-        asking.join(10)
+        client.join(10)
         assert [answer.status_code for answer in found] == [503]
     assert len("".join(log)) < 20_000 and "Traceback" not in "".join(log)

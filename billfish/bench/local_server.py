@@ -1,6 +1,7 @@
-"""`bench serve` with servers of its own, one for each variant of a model, random or stored. Each is
-a process of its own: load and answers must not share one interpreter. Before it is asked anything
-it says how fast its engine writes a single text, so that what HTTP costs can be told.
+"""`bench serve` without a running server: starts one for each variant of a random or stored model.
+
+Each runs in a process of its own, since load generator and server must not share an interpreter.
+Before the load it reports the speed of its engine for a single text, which shows the cost of HTTP.
 """
 
 import asyncio
@@ -15,25 +16,25 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from billfish.bench import serve
-from billfish.bench.generate import Run
+from billfish.bench.generate import GenerateBench
 from billfish.bench.random_model import numbered
 from billfish.bench.serve import Load, Result, Say
-from billfish.bench.variants import GenerateRequest, Variant
+from billfish.bench.variants import GenerateRequest, ModelVariant
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.errors import UserError
 from billfish.models.compute import device_of
-from billfish.server.run import Settings, bind, run
+from billfish.server.run import ServerSettings, bind, run_server
 
-ALONE, ROUNDS = (64, 256), 5  # tokens in and out of the single text, and how often it is written
-SECONDS = 600  # to load and to compile
+ALONE, ROUNDS = (64, 256), 5  # tokens in and out of the single text, and its repetitions
+SECONDS = 600  # for loading and compiling
 
 
 @dataclass(frozen=True)
-class Own:
-    request: GenerateRequest  # of it only what is about the model
+class LocalServer:
+    request: GenerateRequest  # only its fields about the model are used
     device: str
-    tokens: int  # of a prompt and its text, at most
+    tokens: int  # of prompt and text together, at most
     sequences: int
 
 
@@ -44,10 +45,12 @@ class Ready:
     tokens_per_s: float  # of the engine alone
 
 
-def measure(own: Own, load: Load, say: Say, keep: Callable[[Result], None]) -> Result:
-    """{"servers": for each variant what serve.measure tells, and of a text alone}"""
+def measure_variants(
+    own: LocalServer, load: Load, say: Say, keep: Callable[[Result], None]
+) -> Result:
+    """{"servers": for each variant the result of serve.measure_server and of a single text}"""
     servers: list[Result] = []
-    load = replace(load, model=None, key=None)  # whatever a server calls its model; none has a key
+    load = replace(load, model=None, key=None)  # a local server has one model and no key
     result: Result = {
         "bench": "serve",
         "result_version": serve.RESULT_VERSION,
@@ -63,21 +66,21 @@ def measure(own: Own, load: Load, say: Say, keep: Callable[[Result], None]) -> R
             told = {"variant": str(variant), "card": ready.card, "alone": _alone(ready, load)}
             servers.append(told)
 
-            def tell(message: str, variant: Variant = variant) -> None:
+            def tell(message: str, variant: ModelVariant = variant) -> None:
                 say(f"{variant}: {message}")
 
             def note(part: Result, told: Result = told) -> None:
                 told |= part
                 keep(result)
 
-            serve.measure(replace(load, url=ready.url), tell, note)
+            serve.measure_server(replace(load, url=ready.url), tell, note)
     result["complete"] = True
     keep(result)
     return result
 
 
 def _alone(ready: Ready, load: Load) -> Result:
-    """One text at a time over HTTP, against the engine's own stream."""
+    """One text at a time over HTTP, against the engine's stream without HTTP."""
     one = replace(
         load,
         url=ready.url,
@@ -86,7 +89,7 @@ def _alone(ready: Ready, load: Load) -> Result:
         input=(ALONE[0],) * 2,
         output=(ALONE[1],) * 2,
     )
-    found = [serve.measure(one, lambda _: None, lambda _: None) for _ in range(ROUNDS)]
+    found = [serve.measure_server(one, lambda _: None, lambda _: None) for _ in range(ROUNDS)]
     http = 1e3 / statistics.median(each["points"][0]["tpot_ms"]["mean"] for each in found)
     return {
         "tokens": list(ALONE),
@@ -97,7 +100,7 @@ def _alone(ready: Ready, load: Load) -> Result:
 
 
 @contextmanager
-def serving(own: Own, variant: Variant) -> Iterator[Ready]:
+def serving(own: LocalServer, variant: ModelVariant) -> Iterator[Ready]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_host, args=(there, own, variant), daemon=True)
@@ -113,19 +116,19 @@ def serving(own: Own, variant: Variant) -> Iterator[Ready]:
             raise UserError(f"the server of {variant}: {told}")
         yield told
     finally:
-        process.terminate()  # the server finishes what it has begun
+        process.terminate()  # SIGTERM: the server finishes its requests
         process.join(20)
         process.kill()
         process.join()
 
 
-def _host(there: Connection, own: Own, variant: Variant) -> None:
+def _host(there: Connection, own: LocalServer, variant: ModelVariant) -> None:
     try:
-        model_run = Run(own.request, device_of(own.device))
+        model_run = GenerateBench(own.request, device_of(own.device))
         model, tokenizer = model_run.load(variant)
         if own.request.random:
             tokenizer = numbered(model.config.vocab_size)
-        # No prefix cache: prompts are drawn from few tokens, and none shall be free.
+        # No prefix cache: prompts are drawn from few tokens and would share prefixes.
         most = min(max(own.tokens, sum(ALONE)), model.config.max_position_embeddings)
         llm = LLM.of(
             model,
@@ -136,9 +139,9 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
             max_model_len=most,
             prefix_caching=False,
         )
-        settings = Settings(str(variant), port=0)
+        settings = ServerSettings(str(variant), port=0)
         bound = bind(settings)
-        bound.listen()  # whoever comes before the server is up waits
+        bound.listen()  # clients that connect before the server is up wait
         speeds = [asyncio.run(_streamed(llm)) for _ in range(ROUNDS)]
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         ready: Any = Ready(url, model_run.facts, statistics.median(speeds))
@@ -146,7 +149,7 @@ def _host(there: Connection, own: Own, variant: Variant) -> None:
         there.send(str(error) if isinstance(error, UserError) else repr(error))
         return
     there.send(ready)
-    run(llm, settings, bound, lambda told: None)
+    run_server(llm, settings, bound, lambda told: None)
 
 
 async def _streamed(llm: LLM) -> float:

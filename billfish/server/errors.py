@@ -1,4 +1,4 @@
-"""A request that is refused: an HTTP status, and the error in OpenAI's shape.
+"""Refused requests: an HTTP status, and the error in OpenAI's shape.
 
 Clients read `type` and `code`, people read `message`: what was given, the rule, the way out.
 """
@@ -9,17 +9,17 @@ from typing import Any
 
 from fastapi import Response
 
-LONGEST = 600  # characters of a message; what a client sent may be in it
+LONGEST = 600  # characters of a message, which may quote what a client sent
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-short = reprlib.repr  # of what a client sent
+quoted = reprlib.repr  # of what a client sent, shortened
 
 
-class Problem(Exception):
+class ApiError(Exception):
     def __init__(
         self,
         status: int,
@@ -47,19 +47,23 @@ class Problem(Exception):
         }
 
     def response(self) -> Response:
-        # ASCII: half a surrogate pair, which JSON lets through, has no UTF-8.
+        # ASCII: a lone surrogate, which JSON admits, cannot be encoded in UTF-8.
         text = json.dumps(self.body())
         return Response(text, self.status, self.headers, media_type="application/json")
 
 
-def wrong(name: str, value: Any, rule: str) -> Problem:
-    return Problem(400, f"{name} {short(value)}: {rule}.", name)
+def invalid(name: str, value: Any, rule: str) -> ApiError:
+    return ApiError(400, f"{name} {quoted(value)}: {rule}.", name)
 
 
-def internal() -> Problem:
-    return Problem(500, "an error inside the server; its log has more.", code="internal_error")
+def internal_error() -> ApiError:
+    return ApiError(500, "an error inside the server; its log has more.", code="internal_error")
 
 
-def stopping() -> Problem:
+def queue_full(told: str) -> ApiError:
+    return ApiError(503, told, code="queue_full", headers={"Retry-After": "1"})
+
+
+def shutting_down() -> ApiError:
     told, again = "the server is stopping; ask another one.", {"Retry-After": "5"}
-    return Problem(503, told, code="shutting_down", headers=again)
+    return ApiError(503, told, code="shutting_down", headers=again)

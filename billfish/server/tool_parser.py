@@ -1,6 +1,6 @@
-"""Calls of tools in a text that may still grow: what is plain text, and what is called how.
+"""Reads tool calls out of generated text that may still grow.
 
-A call's name comes first and its arguments last, so both can be told while they are written.
+A call's name comes before its arguments, so both are streamed while they are written.
 """
 
 import json
@@ -8,50 +8,50 @@ import re
 from dataclasses import dataclass
 
 from billfish.engine.text import overlap
-from billfish.server.tools import Format
+from billfish.server.tools import ToolFormat
 
-PYTHON = "<|python_tag|>"  # Llama's, in front of some calls
-BETWEEN = re.compile(r"(?:</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|[\s\[\],;])*")
+PYTHON = "<|python_tag|>"  # Llama writes it in front of some calls
+SEPARATORS = re.compile(r"(?:</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|[\s\[\],;])*")
 HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{"])', re.S
 )
-# A string may have no end yet: brackets in it do not count.
-PIECE = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.S)
+# A string may have no end yet; brackets inside strings do not count.
+STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.S)
 CLOSED = re.compile(r"\s*\}")
 decoder = json.JSONDecoder(strict=False)
 
 
 @dataclass
-class Call:
+class ToolCall:
     name: str
     arguments: str  # JSON, as far as it is written
 
 
-def read(form: Format, text: str, ended: bool) -> tuple[str, list[Call]]:
-    """The plain text that is certain, and the calls so far. Both only grow with the text."""
+def parse_calls(form: ToolFormat, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
+    """(text outside of calls, as far as it is certain; the calls so far). Both only grow."""
     start = _start(form, text)
     if start is None:
         if ended:
             return text, []
         held = len(text) if not form.opens else overlap(text, form.opens)
-        return _shown(text[: len(text) - held]), []
+        return _without_blank(text[: len(text) - held]), []
     if start < 0:
-        return text if ended else _shown(text), []
-    calls: list[Call] = []
+        return text if ended else _without_blank(text), []
+    calls: list[ToolCall] = []
     place: int | None = start
     while place is not None:
-        between = BETWEEN.match(text, place)
+        between = SEPARATORS.match(text, place)
         assert between is not None
         found, place = _call(text, between.end())
         if found is not None:
             calls.append(found)
-    if not calls and ended:  # it was none
+    if not calls and ended:  # what looked like a call was none
         return text, []
-    return _shown(text[:start]), calls
+    return _without_blank(text[:start]), calls
 
 
-def _start(form: Format, text: str) -> int | None:
-    """Where calls begin; None: perhaps nowhere yet; -1: nowhere."""
+def _start(form: ToolFormat, text: str) -> int | None:
+    """Where calls begin; None: not decided yet; -1: there are none."""
     if form.opens:
         at = text.find(form.opens)
         return None if at < 0 else at
@@ -62,32 +62,32 @@ def _start(form: Format, text: str) -> int | None:
     return at if stripped.startswith(("{", PYTHON)) else -1
 
 
-def _shown(text: str) -> str:
-    """A line feed in front of a call is no answer."""
+def _without_blank(text: str) -> str:
+    """White space alone, as in front of a call, is no content."""
     return text if text.strip() else ""
 
 
-def _call(text: str, at: int) -> tuple[Call | None, int | None]:
-    """(the call there, where the next may be): None while it is not known."""
+def _call(text: str, at: int) -> tuple[ToolCall | None, int | None]:
+    """(the call at `at`, where the next one may begin); None while unknown."""
     head = HEAD.match(text, at)
-    if head is None:  # in another order, perhaps, which can be told when it is whole
-        return _whole(text, at)
+    if head is None:  # keys in another order: only the complete object can be read
+        return _complete(text, at)
     try:
         name = decoder.decode(head[1])
     except ValueError:
         return None, None
     start = head.end()
     end = _end(text, start)
-    if text[start] == '"':  # JSON in a string
-        return _whole(text, at)
-    call = Call(name, text[start:end])
+    if text[start] == '"':  # the arguments are JSON inside a string
+        return _complete(text, at)
+    call = ToolCall(name, text[start:end])
     if end is None:
         return call, None
     closed = CLOSED.match(text, end)
     return call, None if closed is None else closed.end()
 
 
-def _whole(text: str, at: int) -> tuple[Call | None, int | None]:
+def _complete(text: str, at: int) -> tuple[ToolCall | None, int | None]:
     try:
         found, end = decoder.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -97,13 +97,13 @@ def _whole(text: str, at: int) -> tuple[Call | None, int | None]:
     arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(found["name"], arguments), end
+    return ToolCall(found["name"], arguments), end
 
 
 def _end(text: str, start: int) -> int | None:
-    """Behind the object that starts there."""
+    """The position after the object that begins at `start`; None while it is incomplete."""
     depth = 0
-    for piece in PIECE.finditer(text, start):
+    for piece in STRING_OR_BRACKET.finditer(text, start):
         if piece[0] in "{[":
             depth += 1
         elif piece[0] in "}]":
