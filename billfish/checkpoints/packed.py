@@ -102,7 +102,7 @@ def measure(
             "quantized. One of them belongs to another checkpoint."
         )
     stored = _small_tensors(checkpoint, dialect, scheme, names)
-    scheme = dialect.settle(scheme, stored)
+    scheme = dialect.resolve_scheme(scheme, stored)
     n, k = dialect.size(scheme, stored)
     names = {part: name for part, name in names.items() if part != "bias"}
     return PackedLinear(module, scheme, n, k, names)

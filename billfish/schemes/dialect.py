@@ -56,11 +56,11 @@ class Dialect(Protocol):
     def size(self, scheme: Any, stored: Tensors) -> tuple[int, int]:
         """(n, k) of a stored linear. The words may be on the meta device."""
 
-    def settle(self, scheme: Any, stored: Tensors) -> Any:
+    def resolve_scheme(self, scheme: Any, stored: Tensors) -> Any:
         """The scheme this layer really has, where the config leaves it open. Words may be meta."""
 
     def to_canonical(self, scheme: Any, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
-        """Canonical tensors of a settled scheme; a UserError where `stored` does not fit it."""
+        """Canonical tensors of a resolved scheme; a UserError where `stored` does not fit it."""
 
     def from_canonical(self, scheme: Any, tensors: Tensors) -> dict[str, Tensor]:
         """The inverse; raises a UserError where the dialect cannot say it."""
@@ -95,7 +95,7 @@ class Plain:
     def label(self) -> str:
         return self.name
 
-    def settle(self, scheme: Any, stored: Tensors) -> Any:
+    def resolve_scheme(self, scheme: Any, stored: Tensors) -> Any:
         return scheme
 
     @staticmethod

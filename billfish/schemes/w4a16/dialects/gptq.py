@@ -114,7 +114,7 @@ class Gptq(Plain):
         words, n = stored["qweight"].shape
         return n, words * layout.WORD_BITS // scheme.bits
 
-    def settle(self, scheme: W4A16, stored: Tensors) -> W4A16:
+    def resolve_scheme(self, scheme: W4A16, stored: Tensors) -> W4A16:
         """Whether g_idx is more than k // group_size is not in desc_act but in the data."""
         g_idx = stored.get("g_idx")
         if g_idx is None:
@@ -130,8 +130,8 @@ class Gptq(Plain):
 
     def to_canonical(self, scheme: W4A16, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
         check_stored(self, scheme, stored, n, k)
-        if self.settle(scheme, stored) != scheme:
-            raise UserError(f"g_idx does not fit {scheme}; call settle() first.", "g_idx")
+        if self.resolve_scheme(scheme, stored) != scheme:
+            raise UserError(f"g_idx does not fit {scheme}; call resolve_scheme() first.", "g_idx")
         codes = layout.gptq(scheme.bits).unpack(stored["qweight"], n, k)
         tensors = scheme.pack(codes, stored["scales"].T, self._zeros(scheme, stored, n))
         if scheme.has_g_idx:
