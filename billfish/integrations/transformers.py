@@ -289,7 +289,6 @@ def register() -> None:
                 logger.info(f"Billfish leaves this checkpoint to transformers. {error}")
         return own(quantization_config, quantization_config_from_args)
 
-    # type: ignore[method-assign, assignment]
-    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)
+    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)  # type: ignore[method-assign, assignment]
     auto.register_quantization_config(METHOD)(BillfishConfig)
     auto.register_quantizer(METHOD)(BillfishQuantizer)

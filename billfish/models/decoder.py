@@ -108,7 +108,7 @@ def unlike_llama(model: Any) -> list[str]:
 
 
 def family_of(model: Any) -> _Family:
-    """Raises UserError for a model whose block is not Llama's."""
+    """The family of a model; raises UserError if its blocks are not Llama's."""
     if found := unlike_llama(model):
         raise _refusal(model, found)
     return _FAMILIES[type(model).__name__]

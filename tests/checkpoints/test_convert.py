@@ -1,4 +1,4 @@
-"""convert between dialects: numbers unchanged, the result loads, and nothing half done is left."""
+"""convert between dialects: numbers are unchanged, the result loads, a failure leaves no files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a dialect cannot read or say: every refusal."""
+"""Every refusal of a dialect to read a config or to store a layer."""
 
 import pytest
 from foreign_fixtures import marlin_tensors, random_canonical

@@ -1,4 +1,4 @@
-"""The streamed model against the whole one, over architectures; folds; what is refused."""
+"""StreamedModel against the whole model, for many architectures; folds; refused models."""
 
 import pytest
 import torch

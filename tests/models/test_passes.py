@@ -1,4 +1,4 @@
-"""Passes that leave out what is settled against passes that leave out nothing."""
+"""BlockRunner, which caches outputs of parts, against plain passes over the whole block."""
 
 import copy
 
@@ -66,7 +66,7 @@ def test_each_group_sees_what_a_pass_from_the_start_shows(tmp_path, architecture
         for batch, state in enumerate(before):
             expected = model.run(0, state, arguments, now.block)
             torch.testing.assert_close(now.states[batch], expected, rtol=1e-4, atol=1e-5)
-        assert not now.cached and not now.waiting
+        assert not now.cached and not now.pending
     assert all("forward" not in vars(module) for module in block.modules())
 
 

@@ -1,5 +1,5 @@
 """The driver: every architecture ends in a checkpoint that runs, a stopped job ends in the same
-bytes, and each thing that can be wrong gets one clear error and leaves nothing half-written."""
+bytes, and every kind of wrong input gets one clear error and leaves nothing half-written."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_a_job_stopped_at_any_write_ends_in_the_same_bytes(
 def test_a_job_that_saves_few_activations_ends_in_the_same_bytes(
     tmp_path, text, monkeypatch, saved, stop
 ):
-    """As on a GPU: writes behind its back, and activations only behind some blocks."""
+    """As on a GPU: a thread writes, and activations are saved after some blocks only."""
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
     quantize(request(source, tmp_path / "whole", text))
 

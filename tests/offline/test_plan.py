@@ -1,4 +1,4 @@
-"""plan's sizes are those of the result, byte for byte; what the job refuses, it refuses."""
+"""plan: its sizes are those of the result, byte for byte, and it refuses what the job refuses."""
 
 import json
 

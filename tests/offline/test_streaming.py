@@ -1,4 +1,4 @@
-"""Files written behind the back of a job: in order, failures told, with time between large ones."""
+"""BackgroundWriter: writes in order, reports failures, and pauses between large writes."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The group size: chosen so that it fits, refused or told loudly where it does not."""
+"""The group size: fitted to the model; one that does not fit is refused or gives a warning."""
 
 import json
 
