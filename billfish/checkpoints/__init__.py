@@ -1,1 +1,1 @@
-"""Files of a model: reading, judging, writing and translating them."""
+"""Model files: reading, validating, writing and converting them."""

@@ -1,8 +1,8 @@
-"""config.json and the other JSON files of a checkpoint: read with bounds, judged before use.
+"""Reads config.json and the other JSON files of a checkpoint, and validates them before use.
 
-A checkpoint is what a stranger wrote. Files are regular ones, of a size and a depth that can be
-read; numbers are finite; sizes are positive integers; nothing names code, another folder or another
-file of weights. Links are followed, because the hub's cache is made of them. Knows no tensor.
+A checkpoint is untrusted input. Files must be regular and of limited size and depth; numbers must
+be finite and sizes positive integers; no setting may name code or another file of weights. Symbolic
+links are followed, because the hub's cache consists of them.
 """
 
 import json
@@ -22,9 +22,9 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 GENERATION = "generation_config.json"
 TEMPLATES = "additional_chat_templates"
-MAX_JSON = 100 * 2**20  # bytes; the largest tokenizer.json of today has 34 MB
-MAX_DEPTH = 64  # config.json has 8 levels at most, and transformers walks through it by recursion
-# What transformers reads of its own accord from the folder that it is given.
+MAX_JSON = 100 * 2**20  # bytes; the largest known tokenizer.json has 34 MB
+MAX_DEPTH = 64  # real configs have up to 8 levels; transformers processes them recursively
+# Files that transformers reads from a checkpoint directory.
 READ = (
     CONFIG,
     ADAPTER,
@@ -64,7 +64,7 @@ SIZES = {
 }
 MAX_SIZE = 2**31 - 1
 TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
-ENDLESS = "time_step_limit"  # of Mamba 2: from 0 to infinity
+ENDLESS = "time_step_limit"  # Mamba 2's range from 0 to infinity: may be infinite
 KERNELS = {
     "attn_implementation",
     "_attn_implementation",
@@ -74,7 +74,7 @@ KERNELS = {
 
 
 def regular(path: Path) -> int:
-    """Size of an ordinary file, which a FIFO, a device or a folder is not: it may never end."""
+    """Size of a regular file; raises for a FIFO or a device, which might never end."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -85,7 +85,8 @@ def regular(path: Path) -> int:
 
 
 def parse(path: Path, text: bytes, once: bool = False) -> Any:
-    """With `once`, no object may have a key twice: readers differ in which of the two they take."""
+    """Parse JSON. With `once` duplicate keys are an error: readers differ in which one they
+    take."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def parse(path: Path, text: bytes, once: bool = False) -> Any:
 
     try:
         content = json.loads(text.decode("utf8"), object_pairs_hook=unique if once else None)
-        if b"\\ud" in text.lower():  # half of a character, which nobody can print, is no UTF-8
+        if b"\\ud" in text.lower():  # lone surrogates cannot be encoded as UTF-8
             json.dumps(content, ensure_ascii=False).encode()
         return content
     except UserError:
@@ -132,7 +133,7 @@ def depth(content: Any) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a local directory, judged; remote code and adapters are refused."""
+    """config.json of a local directory, validated; remote code and adapters are refused."""
     if not path.is_dir():
         raise UserError(
             f"{path}: no such directory. Give a local Hugging Face checkpoint "
@@ -177,7 +178,7 @@ def check_values(file: Path, config: dict[str, Any]) -> None:
 
 
 def walk(value: Any, where: str = "", key: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(full name, key, value) of everything in a config; of a list's members, the list's key."""
+    """(full name, key, value) of every value in a config; items of a list have the list's key."""
     inner = [(key, item) for item in value] if isinstance(value, list) else []
     for name, item in value.items() if isinstance(value, dict) else inner:
         full = f"{where}.{name}".removeprefix(".") if isinstance(value, dict) else where
@@ -200,7 +201,7 @@ def _size(key: str, value: Any) -> str | None:
 def _token(key: str, value: Any) -> str | None:
     if key not in TOKENS or value is None or isinstance(value, list):
         return None
-    good = type(value) is int and -1 <= value <= MAX_SIZE  # -1: none, in old configs
+    good = type(value) is int and -1 <= value <= MAX_SIZE  # -1 means none in old configs
     return None if good else "it must be the number of a token"
 
 

@@ -1,8 +1,7 @@
-"""`billfish convert`: a packed checkpoint in one dialect becomes one in another, numbers unchanged.
+"""`billfish convert`: rewrites a packed checkpoint in another dialect, without changing a number.
 
-Everything that can be refused is refused before a byte is written: headers, configs and the small
-tensors are read first. Then layers stream through one shard at a time. A failure leaves no target
-behind. Knows no dialect by its details.
+Headers, configs and small tensors are checked before a byte is written. Then layers are converted
+one shard at a time. After a failure the target is removed.
 """
 
 import shutil
@@ -30,7 +29,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def convert(source: Path, target: Path, to: str) -> dict[str, Any]:
-    """Write `target` in dialect `to`; returns what was done. No integer, scale or zero changes."""
+    """Write `target` in dialect `to` and return a report."""
     writers = {name: dialect for name, dialect in dialects().items() if dialect.writable}
     if to not in writers:
         raise UserError(f"--to {to}: known are {', '.join(writers)}.")
@@ -59,7 +58,7 @@ def convert(source: Path, target: Path, to: str) -> dict[str, Any]:
         write_json(target / "config.json", {**checkpoint.config, "quantization_config": config})
         finish(target, shards)
     except BaseException:
-        shutil.rmtree(target)  # it was empty: all of it is ours
+        shutil.rmtree(target)  # it was empty before
         if existed:
             target.mkdir()
         raise
@@ -75,7 +74,8 @@ def convert(source: Path, target: Path, to: str) -> dict[str, Any]:
 
 
 def dense_linears(checkpoint: Checkpoint, layers: dict[str, PackedLinear]) -> list[str]:
-    """Matrices that are neither packed nor embeddings, and the lm_head, which may be tied."""
+    """Modules with dense weight matrices, without embeddings, and the lm_head even if it is
+    tied."""
     dense = [
         name.removesuffix(".weight")
         for name, entry in checkpoint.entries.items()
@@ -117,7 +117,7 @@ def dense(checkpoint: Checkpoint, name: str) -> Tensor:
 def plan_shards(
     checkpoint: Checkpoint, layers: dict[str, PackedLinear], writer: Dialect
 ) -> list[list[str | PackedLinear]]:
-    """Which layers, and which tensors that are copied, go into which shard."""
+    """For each shard: the packed layers to convert and the names of tensors to copy."""
     owner = {name: layer for layer in layers.values() for name in layer.names.values()}
     units: dict[str, str | PackedLinear] = {}
     for name in checkpoint:

@@ -1,4 +1,4 @@
-"""Which dialect a quantization_config is written in, and which one a scheme is written in."""
+"""Finds the dialect of a quantization_config, and the dialect in which a scheme is written."""
 
 from billfish.checkpoints.own import Own
 from billfish.errors import UserError
@@ -8,14 +8,14 @@ from billfish.schemes.dialect import Config, Dialect, method_of
 
 
 def dialects() -> dict[str, type[Dialect]]:
-    """By name: those of all schemes, and our own."""
+    """Name -> dialect, of all schemes, and Billfish's own."""
     found: list[type[Dialect]] = [each for family in SCHEMES.values() for each in family.dialects]
     found.append(Own)
     return {dialect.name: dialect for dialect in found}
 
 
 def read_dialect(config: Config) -> Dialect:
-    """The dialect of a checkpoint; raises a UserError that names what cannot be read."""
+    """The dialect of a quantization_config; raises a UserError if it is not supported."""
     known = dialects().values()
     for dialect in known:
         if dialect.claims(config):
@@ -27,5 +27,5 @@ def read_dialect(config: Config) -> Dialect:
 
 
 def dialect_of(scheme: Scheme) -> type[Dialect]:
-    """That which we write: a public one if it can say the scheme, else our own."""
+    """The dialect in which Billfish writes a scheme: its first public one, else Billfish's own."""
     return next(iter(SCHEMES[scheme.name].dialects), Own)

@@ -1,7 +1,7 @@
-"""The table of contents of a safetensors file, checked entry by entry against the file itself.
+"""Reads the header of a safetensors file and checks every entry against the file.
 
-Tensors lie one behind the other, without gap or overlap, each as long as its shape and dtype say,
-and fill the file to its last byte. At last the safetensors library must agree.
+Tensors must follow each other without gap or overlap, have the length of their shape and dtype, and
+end with the file. Finally the safetensors library must be able to open it.
 """
 
 import math
@@ -77,12 +77,12 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         with safe_open(path, framework="pt"):
             return entries
-    except Exception as error:  # whatever else the library finds, such as broken metadata
+    except Exception as error:  # for example broken metadata
         raise UserError(f"{path}: safetensors cannot open it ({error}). Copy it again.") from None
 
 
 def _entry(path: Path, name: str, item: Any) -> tuple[Entry, int]:
-    """One tensor of the header, and where it begins."""
+    """One tensor of the header, and its first byte."""
     if not isinstance(item, dict) or not {"dtype", "shape", "data_offsets"} <= set(item):
         raise UserError(f"{path}: the header's entry for {name!r} is damaged.")
     kind, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]

@@ -1,7 +1,7 @@
-"""What is in a checkpoint directory: `billfish inspect`.
+"""`billfish inspect`: what a checkpoint directory contains.
 
-Reads headers and the few tensors that tell a layer's size, and gives true sizes: scales, zeros and
-shapes count. Results are plain dicts that JSON can hold; nothing is printed or changed here.
+Reads headers and the few tensors that give a layer's size. Sizes include scales, zeros and shapes.
+Results are plain dicts for JSON; nothing is printed or changed here.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ Rows = dict[tuple[Any, ...], dict[str, Any]]
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds; of a quantized one that cannot be read, its method and its tensors.
+    """The contents of a checkpoint; for an unsupported quantized one, its method and its tensors.
 
-    "problems" names packed layers that their config does not fit; their tensors then count as
-    dense, and what cannot be known (parameters, bits of the model) is None.
+    "problems" lists packed layers that contradict their config. Their tensors count as dense, and
+    values that are unknown then (parameters, bits of the model) are None.
     """
     checkpoint = Checkpoint(path)
     return describe(checkpoint, *recognize(checkpoint))
@@ -112,10 +112,10 @@ def add_row(
     kind: str,
     shape: Iterable[int],
     nbytes: int,
-    scheme: dict[str, Any] | None = None,  # of a packed linear
-    dtype: str | None = None,  # of a dense tensor
+    scheme: dict[str, Any] | None = None,  # for a packed linear
+    dtype: str | None = None,  # for a dense tensor
 ) -> None:
-    """Count one linear or tensor into the row of those that are alike."""
+    """Add a linear or tensor to the table row of its kind, shape and scheme or dtype."""
     shape = list(shape)
     key = (kind, *shape, str(scheme), dtype)
     empty = {"kind": kind, "shape": shape, "count": 0, "scheme": scheme, "dtype": dtype, "bytes": 0}

@@ -1,4 +1,4 @@
-"""The file beside a checkpoint that says what a calibration found of K and V."""
+"""The file in a checkpoint directory with the calibration of the 4-bit KV cache."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ KV_FILE = "billfish_kv.safetensors"  # `billfish quantize --kv kv4` writes it
 
 
 def read_kv(file: Path) -> dict[str, Tensor]:
-    """The file's tensors, if it is whole and its numbers are finite."""
+    """The file's tensors; raises if it is damaged or holds NaN or Inf."""
     read_header(file)
     tensors = load_file(file)
     for name, tensor in tensors.items():

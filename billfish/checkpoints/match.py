@@ -1,8 +1,8 @@
-"""The model that config.json describes against the tensors of the files, one to one.
+"""Checks that the tensors in the files match the model of config.json one to one.
 
-transformers itself does the matching, with its renamings, its ties and its lists of what may be
-absent, on tensors that have a shape and no storage: whatever it would invent or leave unread is
-known before a byte is read. Knows no format of quantized weights.
+transformers itself does the matching, with its renamed and tied weights and its lists of optional
+keys, on tensors on the meta device. So parameters that it would initialize randomly, and tensors
+that it would not read, are known before weights are loaded. Packed linears appear here as dense.
 """
 
 import copy
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # its classes only when they are needed: their import may be under way
+import transformers  # classes are accessed late: it may be half imported
 from transformers.utils import logging
 
 from billfish.checkpoints.config import GENERATION
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 
-POOLER = re.compile(r"\bpooler\b")  # which sentence-transformers leave out, as they do not use it
-Problem = tuple[str, str]  # the tensor, and a sentence about it
+POOLER = re.compile(r"\bpooler\b")  # sentence-transformers checkpoints leave it out, unused
+Problem = tuple[str, str]  # name of a tensor, and a sentence about it
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
-    """The class that config.json names."""
+    """The model class that config.json names."""
     name = next(iter(checkpoint.config.get("architectures") or []), "not given")
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
@@ -38,13 +38,13 @@ def architecture(checkpoint: Checkpoint) -> Any:
 
 
 def model_config(checkpoint: Checkpoint) -> Any:
-    """transformers' own reading of config.json."""
+    """config.json as transformers reads it."""
     kind = checkpoint.config.get("model_type")
     try:
         return transformers.AutoConfig.from_pretrained(
             checkpoint.path, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # its checks raise many kinds
+    except Exception as error:  # transformers raises many types
         raise UserError(
             f"{checkpoint.path / 'config.json'}: transformers {transformers.__version__} cannot "
             f"read it as model_type {kind!r}: {cause(error)}"
@@ -52,7 +52,7 @@ def model_config(checkpoint: Checkpoint) -> Any:
 
 
 def check_generation(path: Path) -> None:
-    """Raises where transformers cannot read generation_config.json, if there is one."""
+    """Raise if there is a generation_config.json that transformers cannot read."""
     if (path / GENERATION).exists():
         try:
             transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -67,8 +67,9 @@ def problems(
     model_class: Any = None,
     config: Any = None,
 ) -> list[Problem]:
-    """Where the tensors `shapes` and the model (a causal LM, unless told) do not fit, a sentence
-    each; those in `spare` it may lack. Nothing is allocated, whatever sizes the config has."""
+    """Differences between the tensors `shapes` and the model (by default the causal LM of the
+    config). The model may lack tensors in `spare`. Nothing is allocated, however large the
+    model."""
     config = copy.deepcopy(config or model_config(checkpoint))
     if model_class is None:
         model_class, config = causal(checkpoint, config)
@@ -90,7 +91,7 @@ def problems(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # a class may raise anything of numbers that make no sense
+    except Exception as error:  # invalid sizes may raise anything
         raise UserError(
             f"{checkpoint.path / 'config.json'}: transformers cannot build "
             f"{model_class.__name__} from it: {cause(error)}"
@@ -99,7 +100,7 @@ def problems(
 
 
 def causal(checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
-    """The class that AutoModelForCausalLM takes for a config, and what it hands to it."""
+    """The class that AutoModelForCausalLM chooses for a config, and the config that it passes."""
     found: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is None:
         raise UserError(
@@ -116,7 +117,7 @@ def causal(checkpoint: Checkpoint, config: Any) -> tuple[Any, Any]:
 
 
 def differences(info: Mapping[str, Any], model: str, spare: Container[str] = ()) -> list[Problem]:
-    """What transformers tells after loading, as sentences; none: one to one."""
+    """transformers' loading info as sentences; empty if everything matches."""
     wrong = [
         (name, f"has shape {tuple(found)}, {model} has {tuple(wanted)} there.")
         for name, found, wanted in sorted(info["mismatched_keys"])
@@ -147,7 +148,7 @@ def refuse(checkpoint: Checkpoint, found: list[Problem]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' own report, which would be of a model that nobody sees."""
+    """Silence transformers' loading report, which would be about the meta model."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -160,5 +161,5 @@ def quiet() -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """An error of somebody else's as part of a sentence."""
+    """An exception of another library as part of a sentence."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,12 +1,12 @@
-"""Our own dialect, for what no public format can say: any scheme, with parameters for each layer.
+"""Billfish's own dialect, for schemes that no public format can store; each layer may have its own.
 
     "quant_method": "billfish", "format_version": 1,
-    "schemes": {"0": {"name": ..., parameters}, ...},     what there is
-    "linear": "0",                                        that of all linears, or null
+    "schemes": {"0": {"name": ..., parameters}, ...},     all schemes of the model
+    "linear": "0",                                        default of all linears, or null
     "layers": {"model.layers.0.mlp.down_proj": "1", ...}  exceptions; null: not quantized
 
-Canonical tensors are stored under their own names; the one called weight_packed is there for every
-packed linear (docs/FORMAT.md). Knows no files.
+Canonical tensors are stored under their own names. Every packed linear has a tensor weight_packed
+(docs/FORMAT.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Own(Plain):
     known_as: ClassVar[str] = METHOD
     words: ClassVar[str] = "weight_packed"
     kinds: ClassVar[Mapping[str, str]] = {"weight_packed": "packed", "weight_scale": "scales"}
-    writable: ClassVar[bool] = False  # `convert` goes to formats that others read
+    writable: ClassVar[bool] = False  # `convert` writes formats that other engines read
 
     of_all: Scheme | None
     layers: Mapping[str, Scheme | None]

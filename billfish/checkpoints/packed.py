@@ -1,7 +1,7 @@
-"""The packed linears of a checkpoint, found by name and measured from headers and small tensors.
+"""Finds the packed linears of a checkpoint from names, headers and small tensors.
 
-Which dialect a checkpoint is in, which of its modules are packed, how large each is, and the list
-of tensors that an unpacked model would have. Knows no dialect by its details.
+Gives the checkpoint's dialect, its packed modules with their sizes, and the tensors that the model
+would have if it were dense.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """From config.json, or the file of its own that older GPTQ and AWQ models have."""
+    """quantization_config of config.json, or of the separate file of older GPTQ and AWQ models."""
     config = checkpoint.config.get("quantization_config")
     if isinstance(config, dict) and config:
         return config
@@ -42,7 +42,8 @@ def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def recognize(checkpoint: Checkpoint) -> tuple[Dialect | None, str, str | None]:
-    """(dialect, its name, why it cannot be read); dense ones have neither dialect nor reason."""
+    """(dialect, its name, None), or (None, method, why it is not supported); (None, "dense", None)
+    if the checkpoint is not quantized."""
     legacy = any((checkpoint.path / name).exists() for name in LEGACY_CONFIGS)
     if not legacy and checkpoint.config.get("quantization_config") is None:
         return None, "dense", None
@@ -57,7 +58,7 @@ def recognize(checkpoint: Checkpoint) -> tuple[Dialect | None, str, str | None]:
 
 
 def by_module(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Module -> the last part of each of its tensors' names -> that name."""
+    """Module -> {last part of a tensor's name -> full name}."""
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         module, _, part = name.rpartition(".")
@@ -67,17 +68,17 @@ def by_module(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A packed linear: what it is, and the names of its tensors in the files."""
+    """A packed linear, and the names of its tensors in the files."""
 
     module: str
     scheme: Scheme
     n: int
     k: int
-    names: Mapping[str, str]  # tensor -> name in the file; without the bias
+    names: Mapping[str, str]  # last part of a tensor's name -> full name; without the bias
 
 
 def packed_linears(checkpoint: Checkpoint, dialect: Dialect | None) -> Iterator[PackedLinear]:
-    """Every packed linear, checked against its config but for the numbers themselves."""
+    """All packed linears, checked against the config; values of large tensors are not read."""
     for module, names in by_module(checkpoint).items():
         if dialect is not None and dialect.words in names:
             try:
@@ -94,7 +95,7 @@ def packed_linears(checkpoint: Checkpoint, dialect: Dialect | None) -> Iterator[
 def measure(
     checkpoint: Checkpoint, dialect: Dialect, module: str, names: Mapping[str, str]
 ) -> PackedLinear:
-    """Scheme and size of a packed linear, from headers, weight_shape and g_idx alone."""
+    """Scheme and size of a packed linear, from headers and one-dimensional tensors."""
     scheme = dialect.scheme(module)
     if scheme is None:
         raise UserError(
@@ -102,7 +103,7 @@ def measure(
             "quantized. One of them belongs to another checkpoint."
         )
     stored = _small_tensors(checkpoint, dialect, scheme, names)
-    scheme = dialect.settle(scheme, stored)
+    scheme = dialect.resolve_scheme(scheme, stored)
     n, k = dialect.size(scheme, stored)
     names = {part: name for part, name in names.items() if part != "bias"}
     return PackedLinear(module, scheme, n, k, names)
@@ -111,13 +112,14 @@ def measure(
 def _small_tensors(
     checkpoint: Checkpoint, dialect: Dialect, scheme: Scheme, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Of one layer: weight_shape and g_idx, and of the others what the header says."""
+    """Tensors of one layer: one-dimensional ones (weight_shape, g_idx) are read, the others are on
+    the meta device."""
     stored: dict[str, Tensor] = {}
     for part, spec in dialect.stored(scheme, 0, 0, torch.float16).items():
         if part not in names:
             continue
         entry = checkpoint.entries[names[part]]
-        fixed = 0 not in spec.shape  # weight_shape: the same for every layer
+        fixed = 0 not in spec.shape  # like weight_shape, independent of the layer's size
         if len(entry.shape) != len(spec.shape) or (fixed and entry.shape != spec.shape):
             rule = f"{spec.shape}" if fixed else f"{len(spec.shape)} dimensions"
             raise UserError(f"{part} has shape {entry.shape}, expected {rule}.", part)
@@ -138,8 +140,8 @@ def check_bias(checkpoint: Checkpoint, names: Mapping[str, str], n: int) -> None
 def unpacked(
     checkpoint: Checkpoint, dialect: Dialect | None
 ) -> tuple[dict[str, Shape], frozenset[str]]:
-    """Name -> shape as if every packed linear were dense: what the model class must have. And the
-    biases of packed linears, some of which it may lack: AutoGPTQ wrote zeros there."""
+    """Name -> shape as if every packed linear were dense, to compare with the model class. And the
+    biases of packed linears, which the model may lack: AutoGPTQ wrote zero biases."""
     packed = {found.module: found for found in packed_linears(checkpoint, dialect)}
     shapes: dict[str, Shape] = {}
     for module, names in by_module(checkpoint).items():

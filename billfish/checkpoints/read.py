@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint directory as named tensors, read one at a time.
+"""Opens a Hugging Face checkpoint directory and reads its tensors one at a time.
 
-The one reader of every command. What config.json, the index and the headers say is judged when the
-directory is opened (config.py, header.py), so that a missing, truncated or hostile file is an error
-at the start and not after hours. Refuses pickles and remote code. Knows nothing of quantization.
+All commands use this reader. It validates config.json, the index and all headers when it opens the
+directory (config.py, header.py), so that a missing, truncated or hostile file is an error at once
+and not after hours. It refuses pickles and remote code. Quantization is not known here.
 """
 
 import re
@@ -20,13 +20,14 @@ from billfish.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PARTS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of a distributed checkpoint
-# Keys that say how many modules there are: each is an object to build, whatever its size.
+# shards of a distributed checkpoint
+PARTS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+# Config keys that count modules: building a module takes memory however small its tensors.
 COUNTS = re.compile(r"(^|_)(n|num|encoder|decoder)_(\w+_)?(layer|expert|block|group|stage)s?$")
 
 
 class Checkpoint:
-    """An opened directory: what is in it by name, and the tensors on demand."""
+    """An opened directory: `entries` of all tensors, which are read on demand."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -37,7 +38,7 @@ class Checkpoint:
 
     @classmethod
     def of_files(cls, files: Sequence[str]) -> "Checkpoint":
-        """Shards of one directory that somebody else has chosen, and no config."""
+        """A checkpoint of given shards in one directory, without config.json and index."""
         made = cls.__new__(cls)
         made.path, made.config, made.entries = Path(files[0]).parent, {}, {}
         made._open({Path(file).name: [] for file in files})
@@ -61,7 +62,7 @@ class Checkpoint:
             self.entries |= header
 
     def _files(self) -> dict[str, list[str]]:
-        """Shard -> names the index expects there."""
+        """Shard -> names of tensors that the index lists for it."""
         parts = next((p.name for p in self.path.iterdir() if PARTS.fullmatch(p.name)), None)
         if parts:
             raise UserError(f"{self.path / parts}: part of a distributed checkpoint; refused.")
@@ -104,7 +105,8 @@ class Checkpoint:
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
-    """Shard -> names; shards are plain names of safetensors files in the same directory."""
+    """Shard -> names of its tensors; raises unless shards are safetensors files in this
+    directory."""
     content = read_json(index, once=True)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -126,8 +128,8 @@ def read_index(index: Path) -> dict[str, list[str]]:
 
 
 def check_counts(file: Path, config: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Before a model is built: no config may ask for more modules than there are tensors, or rows
-    in one of them (experts are often fused)."""
+    """Raise if the config asks for more modules than there are tensors, or rows in a tensor (fused
+    experts). Called before a model is built, as building would take unbounded memory."""
     most = max([len(entries), *(size for entry in entries.values() for size in entry.shape)])
     for where, key, value in walk(config):
         if not COUNTS.search(key) or type(value) is not int:
@@ -140,7 +142,7 @@ def check_counts(file: Path, config: dict[str, Any], entries: dict[str, Entry]) 
 
 
 def stored_dtype(path: Path | str) -> torch.dtype:
-    """Of a checkpoint's numbers: as its config.json says, else as the first of them are."""
+    """The dtype that config.json names, else that of the first floating-point tensor."""
     config = read_config(Path(path))
     told = config.get("dtype") or config.get("torch_dtype")
     named = getattr(torch, str(told).removeprefix("torch."), None)
@@ -151,7 +153,8 @@ def stored_dtype(path: Path | str) -> torch.dtype:
 
 
 def resolve(model: str) -> Path:
-    """A local directory, or a hub id through huggingface_hub (network or its cache)."""
+    """Path of a local directory, or of a hub model downloaded by huggingface_hub or in its
+    cache."""
     path = Path(model).expanduser()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         return path

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint directory, and whether it belongs to its model."""
+"""Loads the tokenizer of a checkpoint directory and checks that it belongs to the model."""
 
 import string
 from pathlib import Path
@@ -10,12 +10,12 @@ from billfish.checkpoints.config import read_json
 from billfish.checkpoints.match import cause
 from billfish.errors import UserError
 
-MOST_TOKENS = 2**24  # today's largest vocabularies have 2**18
+MOST_TOKENS = 2**24  # the largest known vocabularies have 2**18
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def load_tokenizer(path: Path | str) -> Any:
-    """The tokenizer of a checkpoint directory; a sentence for whatever may be wrong with it."""
+    """The tokenizer of a checkpoint directory; raises a UserError for any failure."""
     check_ids(Path(path) / TOKENIZERS[0])
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -24,7 +24,7 @@ def load_tokenizer(path: Path | str) -> Any:
         tokenizer(string.printable)
         return tokenizer
     except BaseException as error:
-        # Rust panics in the tokenizers library are no Exception.
+        # Panics of the tokenizers library (Rust) are not subclasses of Exception.
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         there = [name for name in TOKENIZERS if (Path(path) / name).exists()]
@@ -36,7 +36,8 @@ def load_tokenizer(path: Path | str) -> Any:
 
 
 def check_ids(file: Path) -> None:
-    """The tokenizers library counts up to the largest id, and ends the process once memory does."""
+    """Raise for ids that are too large: the tokenizers library allocates up to the largest id, and
+    aborts the process when memory runs out."""
     if not file.exists():
         return
     content = read_json(file)
@@ -55,8 +56,8 @@ def check_ids(file: Path) -> None:
 
 
 def refuse_foreign(tokenizer: Any, rows: int, path: Path | str) -> None:
-    """Raises for a tokenizer of another model, given the rows of the embedding. Tokens that were
-    added and never trained may be beyond it; those of plain text may not."""
+    """Raise if plain text gives tokens beyond the `rows` of the embedding: then the tokenizer
+    belongs to another model. Added tokens that were never trained may lie beyond."""
     last = max(tokenizer(string.printable).input_ids, default=0)
     if last >= rows:
         raise UserError(

@@ -1,8 +1,8 @@
-"""A directory that `quantize` has not finished: how it is known, and what is said of it."""
+"""Recognizes an output directory of `quantize` whose job is unfinished."""
 
 from pathlib import Path
 
-JOB = ".billfish"  # in the output directory, while the job runs
+JOB = ".billfish"  # directory in the output directory while the job runs
 SETTINGS = "job.json"
 
 

@@ -1,9 +1,8 @@
-"""A checkpoint opened in spite of its problems, which are collected: the work of `verify`.
+"""`billfish verify`: collects all problems of a checkpoint instead of stopping at the first.
 
-Hashes, headers, the index, then every tensor, a layer at a time: shapes and dtypes as the dialect
-stores them, numbers that are finite, groups and zeros that the dialect can read. At last the model
-class: a parameter that no file holds would be random. Knows no dialect by its details; changes
-nothing.
+It checks hashes, headers and the index, then every tensor, layer by layer: shapes and dtypes of the
+dialect, finite numbers, groups and zeros that the dialect can read. Finally it compares with the
+model class, because a parameter that no file holds would be random. Nothing is changed.
 """
 
 from collections import Counter
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Every problem of a checkpoint, by file and tensor; a UserError if there is no directory."""
+    """All problems of a checkpoint, with file and tensor; a UserError if there is no directory."""
     if not path.is_dir():
         raise UserError(f"{path}: no such directory. Give a local Hugging Face checkpoint.")
     survey = Survey(path)
@@ -49,14 +48,14 @@ class Survey(Checkpoint):
         self.path, self.entries = path, {}
         self.problems: list[dict[str, str | None]] = []
         self.checked: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.lost: set[str] = set()  # told of already: nobody asks for them again
+        self.lost: set[str] = set()  # missing tensors that are reported already
         if (path / JOB).is_dir():
             way_out = "Run the same `billfish quantize` again: it goes on where it stopped."
             self.complain(JOB, None, f"the job that writes this directory is unfinished. {way_out}")
         config = self.attempt(CONFIG, lambda: read_config(path))
         self.told, self.config = config is not None, config or {}
         shards = self.attempt(INDEX if (path / INDEX).exists() else SINGLE, self._files) or {}
-        self.whole = bool(shards)  # every shard could be opened
+        self.whole = bool(shards)  # whether every shard could be opened
         for file, names in shards.items():
             self.open_shard(file, names)
         if not self.attempt(CONFIG, self.fits):
@@ -70,11 +69,11 @@ class Survey(Checkpoint):
         self.problems.append({"file": file, "tensor": tensor, "problem": problem})
 
     def about(self, name: str, problem: str) -> None:
-        """A complaint about one tensor; of a missing one no file is known."""
+        """Report a problem of one tensor; a missing tensor has no file."""
         self.complain(self.entries[name].file if name in self else None, name, problem)
 
     def attempt(self, file: str, call: Callable[[], T], more: str = "") -> T | None:
-        """What `call` gives, or a complaint about `file`."""
+        """Result of `call`; if it raises a UserError, None and a problem of `file`."""
         try:
             return call()
         except UserError as error:
@@ -121,7 +120,8 @@ class Survey(Checkpoint):
         dialect, _, unsupported = recognize(self)
         if unsupported:
             self.complain(CONFIG, None, unsupported)
-        shapes: dict[str, tuple[int, ...]] = {}  # as the model class has them; (): told of already
+        # of the dense model; (): a problem is reported already
+        shapes: dict[str, tuple[int, ...]] = {}
         for module, names in by_module(self).items():
             size = None if dialect is None else self.check_layer(dialect, module, names)
             if size is not None:
@@ -148,7 +148,7 @@ class Survey(Checkpoint):
     def check_layer(
         self, dialect: Dialect, module: str, names: Mapping[str, str]
     ) -> tuple[int, ...] | None:
-        """(n, k) of a packed linear, () where that cannot be told, None if it is not packed."""
+        """(n, k) of a packed linear, () if it is damaged, None if it is not packed."""
         before = len(self.problems)
         base = dialect.scheme(module)
         known = {} if base is None else dialect.stored(base, 0, 0, torch.float16)
@@ -162,7 +162,8 @@ class Survey(Checkpoint):
             self.about(names[part], f"unknown in a {dialect.name} layer with {base}.")
         if not self.lost.isdisjoint(f"{module}.{part}" for part in known):
             return ()
-        source = names.get("weight_shape", names[dialect.words])  # what tells the layer's size
+        # the tensor that gives the layer's size
+        source = names.get("weight_shape", names[dialect.words])
         try:
             found = measure(self, dialect, module, names)
             scheme, n, k = found.scheme, found.n, found.k
@@ -182,7 +183,7 @@ class Survey(Checkpoint):
                     wrong[part] = f"{problem} for a {n} x {k} layer with {scheme}."
             elif part not in dialect.optional:
                 self.about(f"{module}.{part}", f"missing: a {dialect.name} layer needs it.")
-        if len(wrong) > 1:  # rather the one that tells the size than all the others
+        if len(wrong) > 1:  # the tensor that gives the size is probably the damaged one
             self.about(source, f"says the layer is {n} x {k}; {', '.join(wrong)} do not fit that.")
         elif wrong:
             self.about(names[next(iter(wrong))], next(iter(wrong.values())))
@@ -204,13 +205,14 @@ class Survey(Checkpoint):
         if len(self.problems) > before:
             return
         try:
-            dialect.to_canonical(layer.scheme, stored, layer.n, layer.k)  # as loading does
+            # raises what loading would raise
+            dialect.to_canonical(layer.scheme, stored, layer.n, layer.k)
         except UserError as error:
             self.about(layer.names[error.part or dialect.words], str(error))
 
     def check_class(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """What a loader would find: parameters of the model class that no file holds, or that have
-        another shape there, and tensors that it does not have."""
+        """Compare with the model class: report missing parameters, other shapes, and tensors that
+        the class does not have."""
         told = {problem["tensor"] for problem in self.problems}
         told |= {name for name, shape in shapes.items() if shape == () and name not in self}
         packed = {name.removesuffix("weight") + "bias" for name in shapes if name not in self}
@@ -234,8 +236,8 @@ class Survey(Checkpoint):
             self.attempt(KV_FILE, lambda: read_kv(self.path / KV_FILE))
 
     def check_tokenizer(self) -> None:
-        """A model that writes text is of no use without one. Others may never have had any; if a
-        file of it is there, it must be readable."""
+        """A causal LM must have a tokenizer. Other models may have none; if one of its files is
+        there, it must be readable."""
         names = [name for name in READ if name.startswith("tokenizer")]
         if self.told and (self.writes or any((self.path / name).exists() for name in names)):
             tokenizer = self.attempt("tokenizer.json", lambda: load_tokenizer(self.path))

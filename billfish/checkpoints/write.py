@@ -1,8 +1,8 @@
-"""Writing checkpoints so that no crash can leave half a file, and verifying them.
+"""Writes checkpoint files atomically, so that no crash leaves half a file, and checks their hashes.
 
 A file appears under its name only when it is complete and on disk: temporary name, fsync, rename,
-fsync of the directory. The index comes after all shards and the sha256 manifest last, so a
-directory with a manifest is whole. docs/FORMAT.md is the contract.
+fsync of the directory. The index is written after all shards and the sha256 manifest last, so a
+directory with a manifest is complete. docs/FORMAT.md is the contract.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from billfish.formats.spec import first_nonfinite
 
 MANIFEST = "billfish_manifest.json"
 TEMPORARY = ".partial"
-# Everything a tokenizer or generation needs travels along; weights and pickles do not.
+# Files of the tokenizer and for generation that are copied to the result; weights and pickles are
+# not.
 COPIED = (
     "generation_config.json",
     "chat_template.jinja",
@@ -48,8 +49,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a temporary file, which then takes the name `path`. A failure leaves
-    nothing."""
+    """Let `write` fill a temporary file and rename it to `path`. After a failure it is deleted."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         write(temporary)
@@ -67,13 +67,13 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Sorted by name: the same tensors give the same bytes whatever order they were made in."""
+    """Write tensors sorted by name, so that equal tensors give equal bytes."""
     contiguous = {name: tensors[name].contiguous() for name in sorted(tensors)}
 
     def write(temporary: Path) -> None:
         try:
             save_file(contiguous, temporary, metadata={"format": "pt"})
-        except Exception as error:  # safetensors wraps the errno in a text of its own
+        except Exception as error:  # safetensors reports the errno only in its text
             if "No space left" in str(error) or "os error 28" in str(error):
                 raise OSError(28, "No space left on device", str(path)) from None
             raise
@@ -91,7 +91,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Tokenizer, chat template and generation config, as they are."""
+    """Copy tokenizer, chat template and generation config; returns their names."""
     names = [name for name in COPIED if (source / name).is_file()]
     for name in names:
         write_atomically(target / name, lambda path, name=name: _copy(source / name, path))  # type: ignore[misc]
@@ -103,7 +103,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def finish(target: Path, shards: Iterable[str]) -> None:
-    """The index, then the manifest: after this the directory is a checkpoint."""
+    """Write the index, then the manifest, which marks the checkpoint as complete."""
     write_index(target, shards)
     write_manifest(target)
 
@@ -135,7 +135,7 @@ def sha256(path: Path) -> str:
 
 
 def check_manifest(path: Path) -> list[tuple[str, str]]:
-    """(file, what is wrong with it) where files and manifest differ; no manifest, no complaint."""
+    """(file, problem) for each file that differs from the manifest; empty without a manifest."""
     if not (path / MANIFEST).exists():
         return []
     problems = []

@@ -1,10 +1,10 @@
-"""Packed checkpoints in transformers: from_pretrained runs them through QuantLinear.
+"""Packed checkpoints in transformers: from_pretrained loads them into QuantLinear modules.
 
-compressed-tensors (pack-quantized), GPTQ, AWQ and Marlin checkpoints are taken over, without their
-packages; what `read_dialect` cannot read, and every call that passes a quantization_config of its
-own, goes to transformers' own quantizer. Loading never leaves a random weight: a tensor that is
-missing or has another shape is an error. save_pretrained writes the dialect that `quantize` would,
-whatever was loaded.
+Billfish loads compressed-tensors (pack-quantized), GPTQ, AWQ, Marlin and its own checkpoints,
+without the packages that wrote them. Configs that `read_dialect` cannot read, and calls that pass a
+quantization_config, go to transformers' own quantizer. A missing tensor, or one of another shape,
+is an error: no weight is left random. save_pretrained writes the dialect that `quantize` writes,
+whichever was loaded.
 """
 
 import copy
@@ -37,9 +37,9 @@ logger = logging.get_logger(__name__)
 
 
 class BillfishConfig(QuantizationConfigMixin):
-    """A checkpoint's quantization_config, kept as it is written in the file."""
+    """A checkpoint's quantization_config, unchanged."""
 
-    quant_method: Any  # transformers has an enum of its own methods; any string works
+    quant_method: Any  # transformers' annotation is an enum; any string works
 
     def __init__(self, **source: Any) -> None:
         self.quant_method = METHOD
@@ -50,7 +50,8 @@ class BillfishConfig(QuantizationConfigMixin):
 
 
 class StoredLinear(nn.Module):
-    """Stands in for a linear while the checkpoint is read: its tensors, under the file's names."""
+    """Placeholder for a linear while the checkpoint is read: holds its tensors under their names in
+    the file."""
 
     def __init__(
         self,
@@ -60,14 +61,15 @@ class StoredLinear(nn.Module):
         bias: bool,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """`dtypes` are those of the file, so that the model's own type changes no weight."""
+        """`dtypes` are those in the file, so that loading does not cast scales to the model's
+        dtype."""
         super().__init__()
         self.dialect, self.scheme = dialect, scheme
         self.n, self.k, self.dtype = linear.out_features, linear.in_features, linear.weight.dtype
         self.bias_expected = linear.bias is not None
         for name, spec in dialect.stored(scheme, self.n, self.k, self.dtype).items():
             if name in dialect.optional and name not in dtypes:
-                continue  # transformers would say that it is missing, and random
+                continue  # transformers would report it as missing and randomly initialized
             if spec.dtype.is_floating_point:
                 spec = replace(spec, dtype=dtypes.get(name, spec.dtype))
             self.register_buffer(name, spec.empty("meta"))
@@ -75,24 +77,24 @@ class StoredLinear(nn.Module):
         self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
 
     def arrange(self) -> QuantLinear:
-        """The module that runs; this one is empty afterwards."""
+        """The QuantLinear with these tensors; the placeholder gives them up."""
         stored = {
             name: tensor
             for name, tensor in self._buffers.items()
             if tensor is not None and was_loaded(tensor)
         }
         self._buffers.clear()
-        scheme = self.dialect.settle(self.scheme, stored)
+        scheme = self.dialect.resolve_scheme(self.scheme, stored)
         tensors = self.dialect.to_canonical(scheme, stored, self.n, self.k)
         device = stored[self.dialect.words].device
         bias = self.bias
         if bias is not None and not was_loaded(bias):
             raise UserError("bias is missing. The checkpoint is incomplete: copy it again.")
         if bias is not None and not self.bias_expected and not bool(bias.any()):
-            bias = None  # AutoGPTQ wrote zeros where a model has no bias
+            bias = None  # AutoGPTQ writes zero biases for models without bias
         linear = QuantLinear(scheme, self.n, self.k, dtype=self.dtype, device="meta")
         linear.bias = bias
-        # A CPU multiplies scales of any type; a GPU's fastest kernels take those of x.
+        # CPU kernels take scales of any dtype; the fastest GPU kernels need the activations' dtype.
         cast = self.dtype if device.type != "cpu" else None
         linear.set_tensors(
             {
@@ -105,7 +107,7 @@ class StoredLinear(nn.Module):
 
 
 class BillfishQuantizer(HfQuantizer):
-    requires_calibration = True  # it runs packed checkpoints; making them is `billfish quantize`
+    requires_calibration = True  # loads packed checkpoints only; `billfish quantize` makes them
 
     def __init__(self, quantization_config: BillfishConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -142,7 +144,8 @@ class BillfishQuantizer(HfQuantizer):
                     f"{in_file}: the file holds it packed, config.json ties it to another weight. "
                     "Set tie_word_embeddings to false in config.json."
                 )
-            # A file that holds the layer unpacked has the last word: GPTQ configs do not list them.
+            # If the file holds a dense weight, the layer is dense: GPTQ configs do not list such
+            # layers.
             dense = f"{in_file}.weight" in held or f"{name}.weight" in tied
             if scheme is None or (dense and not packed):
                 continue
@@ -155,15 +158,15 @@ class BillfishQuantizer(HfQuantizer):
             replace_module(model, name, stored)
 
     def _refuse_unread(self, model: Any) -> None:
-        """Raises if a tensor of the files is in no module. A class that the checkpoint does not
-        name, such as its base model alone, may leave some unread."""
+        """Raise if no module takes a tensor of the files. A class that config.json does not name,
+        such as the base model without its head, may leave some unread."""
         if self.files and type(model).__name__ in (model.config.architectures or ()):
             checkpoint = Checkpoint.of_files(self.files)
             shapes, spare = unpacked(checkpoint, self.dialect)
             refuse(checkpoint, problems(checkpoint, shapes, spare, type(model), model.config))
 
     def _name_in_file(self, name: str, prefix: str, held: Container[str]) -> str:
-        """A model and its file may differ by the base model's prefix (LlamaModel, ForCausalLM)."""
+        """Names in the file may have or lack the base model's prefix (LlamaModel, ForCausalLM)."""
         for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
             if f"{candidate}.{self.dialect.words}" in held or f"{candidate}.weight" in held:
                 return candidate
@@ -192,7 +195,8 @@ class BillfishQuantizer(HfQuantizer):
         return model
 
     def _describe(self, model: Any, schemes: dict[str, Scheme]) -> None:
-        """What save_pretrained will write: the checkpoint's own config while it is still true."""
+        """Set the config that save_pretrained writes: the checkpoint's own if it describes the
+        tensors that will be written, else a new one."""
         ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         writer = dialect_of(next(iter(schemes.values())))
         if isinstance(self.dialect, writer):
@@ -214,17 +218,17 @@ def tensor_dtypes(files: Iterable[str]) -> dict[str, torch.dtype]:
 
 
 def was_loaded(tensor: Tensor) -> bool:
-    """transformers marks every tensor it takes from a checkpoint, so as not to initialize it.
+    """transformers marks every tensor that it takes from a checkpoint, so as not to initialize it.
 
-    What it does not find becomes torch.empty without the mark, and a warning. Should the mark ever
-    go, every load fails here: loudly, never with random weights.
+    Tensors that it does not find are torch.empty without the mark, and only a warning tells. If a
+    version drops the mark, every load fails with an error instead of running random weights.
     """
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
 def warn_if_slow(dtype: torch.dtype, device_map: Any) -> None:
-    """transformers takes the type of config.json, whatever the CPU is fast in. Without a device_map
-    a model may yet go to a GPU, if there is one."""
+    """transformers loads in the dtype of config.json even where the CPU is slow in it. No warning
+    if the model may still move to a GPU: without a device_map where there is one."""
     devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
     stays = devices == {"cpu"} or not (devices or torch.cuda.is_available())
     if stays and dtype != (fast := compute_dtype(dtype, "cpu")):
@@ -236,7 +240,8 @@ def warn_if_slow(dtype: torch.dtype, device_map: Any) -> None:
 
 
 def prepare_kernels(waiting: Sequence[tuple[str, StoredLinear]]) -> None:
-    """Compile together what layers on a GPU will need; without it each would compile its own."""
+    """Compile the kernels of all layers on a GPU together, instead of one by one as layers need
+    them."""
     needed: dict[tuple[torch.device, torch.dtype], set[Scheme]] = {}
     for _, module in waiting:
         device = next((t.device for t in module.buffers() if t.device.type == "cuda"), None)
@@ -247,7 +252,7 @@ def prepare_kernels(waiting: Sequence[tuple[str, StoredLinear]]) -> None:
 
 
 def refuse_random(model: Any) -> None:
-    """Raises if any parameter came from neither the checkpoint nor a tied one."""
+    """Raise if a parameter was neither in the checkpoint nor tied to one that was."""
     excused = [re.compile(p) for p in model._keys_to_ignore_on_load_missing or ()]
     random = [
         name
@@ -269,7 +274,8 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def register() -> None:
-    """Take over what we can read; called once transformers' quantizers are imported. Idempotent."""
+    """Make transformers use Billfish for the configs that it can read; called when transformers'
+    quantizers are imported. Idempotent."""
     if METHOD in auto.AUTO_QUANTIZER_MAPPING:
         return
     own = auto.AutoHfQuantizer.merge_quantization_configs

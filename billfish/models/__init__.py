@@ -1,1 +1,1 @@
-"""Modules and files. Imports formats and schemes."""
+"""transformers models with quantized linears: loading, streaming by block, running."""

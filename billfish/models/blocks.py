@@ -1,8 +1,8 @@
-"""Any Hugging Face model as a list of blocks whose weights come and go: the streamed model.
+"""StreamedModel: any Hugging Face model whose blocks are loaded and freed one at a time.
 
-The skeleton has real buffers and parameters without storage; `fill` reads one block's weights,
-`drop` frees them. Inputs of blocks are caught by module hooks, never by tracing, so any model whose
-decoder (or encoder) is a list of blocks works. Knows nothing of codes or solvers.
+Buffers are real, parameters are on the meta device; `fill` reads the weights of one block, `drop`
+frees them. Inputs of blocks are caught by module hooks instead of tracing, so any model works whose
+decoder (or encoder) is a list of blocks. Quantization is not known here.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from billfish.formats.spec import first_nonfinite
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """torch.empty, with which every large parameter is born, gives no storage; buffers are computed
-    for real, so rotary tables and masks need no second pass."""
+    """Puts torch.empty, which allocates every large parameter, on the meta device. Buffers such as
+    rotary tables are computed as usual."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -34,8 +34,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class LinearName:
-    """One linear of one block: `path` inside the block, `weight` and `bias` as the checkpoint calls
-    them."""
+    """One linear of a block: its `path` in the block, and the name of its `weight` in the
+    checkpoint."""
 
     path: str
     weight: str
@@ -47,8 +47,8 @@ RECURRENT = ("mamba", "time_mix")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-class _Caught(Exception):
-    """Raised by a hook to leave a forward pass once it has seen what it came for."""
+class StopForward(Exception):
+    """Raised by a hook to end a forward pass once it has recorded what it needs."""
 
 
 class StreamedModel:
@@ -62,8 +62,8 @@ class StreamedModel:
         self.stored = self._stored_names()
 
     def _stored_names(self) -> dict[str, str]:
-        """Parameter name in the model -> name in the checkpoint (a base model saved alone has no
-        prefix)."""
+        """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
+        has no prefix; old checkpoints call LayerNorm's parameters gamma and beta."""
         base = getattr(self.model, "base_model_prefix", "") + "."
         stored = {}
         for name, _ in self.model.named_parameters():
@@ -94,7 +94,8 @@ class StreamedModel:
         return found
 
     def stored_block(self, index: int) -> list[str]:
-        """Every tensor of the checkpoint that belongs to block `index`, parameters or not."""
+        """Names of all tensors of block `index` in the checkpoint, also those that are no
+        parameters."""
         names = [
             stored
             for name, stored in self.stored.items()
@@ -104,7 +105,7 @@ class StreamedModel:
         return [name for name in self.checkpoint if name.startswith(prefix)]
 
     def read(self, stored: str, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor of the checkpoint, as it is there; NaN and Inf are refused by name."""
+        """One tensor of the checkpoint in its stored dtype; raises if it holds NaN or Inf."""
         tensor = self.checkpoint.tensor(stored).to(device)
         problem = first_nonfinite(stored, tensor)
         if problem:
@@ -115,7 +116,7 @@ class StreamedModel:
         return tensor
 
     def fill(self, prefix: str, skip: str = "\0") -> None:
-        """Give storage and values to the parameters whose names start with `prefix` and not with
+        """Load the parameters whose names start with `prefix`, except those that start with
         `skip`."""
         for name, stored in self.stored.items():
             if name.startswith(prefix) and not name.startswith(skip):
@@ -134,10 +135,10 @@ class StreamedModel:
 
     @torch.no_grad()
     def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
-        """Hidden states (batch, length, hidden) that enter block 0, and what else blocks are given,
-        for each shape of (batch, length) ids and for the first sequence alone.
+        """Inputs of block 0, (batch, length, hidden) each, and the other arguments of all blocks:
+        for each (batch, length) of the batches, and for the first sequence alone.
 
-        What surrounds the blocks (embeddings, their norms) is filled for this pass only.
+        Parameters outside the blocks (embeddings, norms) are loaded for this pass only.
         """
         blocks = self.prefix + "."
         self.fill("", skip=blocks)
@@ -146,7 +147,7 @@ class StreamedModel:
 
         def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden.append(args[0] if args else kwargs["hidden_states"])
-            raise _Caught
+            raise StopForward
 
         handle = self.blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
         for ids in batches:
@@ -158,9 +159,9 @@ class StreamedModel:
         return [state.to(self.dtype) for state in hidden], arguments
 
     def _forward(self, ids: Tensor) -> None:
-        """A forward pass that a hook is expected to leave."""
+        """A forward pass that a hook ends by StopForward."""
         extra = {} if self.is_encoder else {"use_cache": False}
-        with suppress(_Caught):
+        with suppress(StopForward):
             self.model(input_ids=ids.to(self.device), **extra)
 
     @property
@@ -171,11 +172,11 @@ class StreamedModel:
         )
 
     def _arguments(self, by_shape: dict[tuple[int, ...], Tensor]) -> "Arguments":
-        """What each block is called with besides the hidden state, for each shape of ids.
+        """The arguments of each block besides the hidden state, for each shape of ids.
 
-        Block 0 runs for real once, to learn whether blocks return a tensor or a tuple; then one
-        pass per shape with every block passing its input on shows what each would have been given
-        (masks and rotary tables may differ from block to block).
+        Block 0 runs once to tell whether blocks return a tensor or a tuple. Then one pass per
+        shape, in which blocks return their input unchanged, records the arguments of every block
+        (masks and rotary tables may differ between blocks).
         """
         arguments = Arguments(len(self.blocks))
         self.fill(self.block_prefix(0))
@@ -183,7 +184,7 @@ class StreamedModel:
 
         def learn(module: nn.Module, args: Any, output: Any) -> None:
             returns_tuple.append(isinstance(output, tuple))
-            raise _Caught
+            raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
         self._forward(min(by_shape.values(), key=Tensor.numel))
@@ -214,7 +215,7 @@ class StreamedModel:
             }
             arguments.put(index, shape, args[1:], kwargs)
             if index == len(self.blocks) - 1:
-                raise _Caught
+                raise StopForward
             return (hidden,) if as_tuple else hidden
 
         return record
@@ -226,7 +227,7 @@ class StreamedModel:
         arguments: "Arguments",
         block: Callable[..., Any] | None = None,
     ) -> Tensor:
-        """Block `index`, or a stand-in for it, on a batch of hidden states."""
+        """Output of block `index`, or of `block` called with its arguments, for hidden states."""
         args, kwargs = arguments.get(index, tuple(hidden.shape[:2]), hidden.dtype)
         output = (block or self.blocks[index])(hidden, *args, **kwargs)
         result: Tensor = output[0] if isinstance(output, tuple) else output
@@ -234,8 +235,8 @@ class StreamedModel:
 
 
 class Arguments:
-    """What each block is called with besides the hidden state, by (batch, length). Tables that
-    blocks share are kept once."""
+    """Arguments of each block besides the hidden state, by (batch, length). Tensors that blocks
+    share are stored once."""
 
     def __init__(self, blocks: int) -> None:
         self._calls: list[dict[tuple[int, ...], tuple[tuple[Any, ...], dict[str, Any]]]] = [
@@ -255,8 +256,8 @@ class Arguments:
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Float tensors inside tuples and dicts in `dtype`: masks and tables must match the hidden
-    state."""
+    """Casts float tensors, also inside tuples and dicts: masks and rotary tables must have the
+    hidden state's dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
@@ -267,7 +268,8 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
-    """The model class that config.json names, without weights, once the tensors fit it."""
+    """The model that config.json describes, with parameters on the meta device; raises unless the
+    checkpoint's tensors match it."""
     model_class, config = architecture(checkpoint), model_config(checkpoint)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
@@ -283,7 +285,7 @@ def skeleton(checkpoint: Checkpoint) -> Any:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list that holds most of the model: (its name, itself)."""
+    """(name, ModuleList) of the blocks: the ModuleList with most parameters."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
@@ -303,8 +305,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str | None:
-    """What the blocks compute with besides linears, where that is weights of three dimensions; or
-    that there are no linears."""
+    """Why the blocks cannot be quantized, or None: they hold weights of three dimensions (fused
+    experts, recurrent layers), or no linears."""
     config = getattr(model, "config", None)
     for path, module in blocks.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):

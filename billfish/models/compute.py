@@ -1,9 +1,9 @@
-"""Where a model computes, and in which type: not the one in which weights are stored.
+"""Chooses the device and the compute dtype of a model, which may differ from the stored dtype.
 
-Weights are stored in bf16 because memory is slow. Products of bf16 are several times as fast as
-those of fp32 where a processor has instructions for them (AMX, AVX512-BF16, Arm's BF16), and where
-it has not, 4 times as slow (Cascade Lake, through oneDNN) to 280 times (Neoverse-N1). So they are
-timed, once a process. fp16 is never chosen: few CPUs multiply it, and it overflows.
+On CPUs with bf16 instructions (AMX, AVX512-BF16, Arm's BF16) products in bf16 are several times as
+fast as in fp32; on others they are 4 times (Cascade Lake, through oneDNN) to 280 times
+(Neoverse-N1) as slow. So both are timed, once a process. fp16 is never chosen: few CPUs multiply
+it, and it overflows.
 """
 
 import math
@@ -21,10 +21,10 @@ from billfish.errors import UserError
 
 VARIABLE = "BILLFISH_CPU_DTYPE"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHAPE = (32, 512, 512)  # m, n, k of the product that is timed: under a millisecond in fp32
-ROUNDS = 9  # of which the best counts
-FASTER = 0.8  # of fp32's time: more than noise must speak for bf16
-HOPELESS = 3.0  # times fp32's: bf16 is not tried again
+SHAPE = (32, 512, 512)  # m, n, k of the timed product: under a millisecond in fp32
+ROUNDS = 9  # the fastest counts
+FASTER = 0.8  # bf16 must take at most this share of fp32's time, to be chosen beyond noise
+HOPELESS = 3.0  # times fp32's time: stop timing, bf16 is too slow
 _one_at_a_time = threading.Lock()
 
 
@@ -43,13 +43,13 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def device_of(asked: str | torch.device) -> torch.device:
-    """A device that is here, and that we run on; auto: a GPU, where there is one."""
+    """The device; auto: a GPU if there is one. Raises if it is unknown or absent."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "auto":
         return torch.device("cuda" if there else "cpu")
     try:
         device = torch.device(asked)
-    except (RuntimeError, TypeError, ValueError):  # each for another kind of nonsense
+    except (RuntimeError, TypeError, ValueError):  # depends on how the name is malformed
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {asked}: known are auto, cpu, cuda, and one of many: cuda:1.")
@@ -63,7 +63,7 @@ def device_of(asked: str | torch.device) -> torch.device:
 def compute_dtype(
     stored: torch.dtype, device: str | torch.device, asked: str | torch.dtype = "auto"
 ) -> torch.dtype:
-    """What is asked for; else on a CPU fp32 or what it is fast in, elsewhere what is stored."""
+    """`asked`; for auto on a CPU fp32, or cpu_type() for 16-bit weights; elsewhere `stored`."""
     if isinstance(asked, torch.dtype):
         return asked
     if asked != "auto":
@@ -76,7 +76,7 @@ def compute_dtype(
 
 
 def cpu_type() -> Choice:
-    """For what is stored in 16 bits: as the environment says, else as measured."""
+    """Compute dtype of 16-bit weights on this CPU: from the environment variable, else measured."""
     asked = os.environ.get(VARIABLE)
     if asked:
         if asked not in ("float32", "bfloat16"):
@@ -91,15 +91,15 @@ def cpu_type() -> Choice:
 
 @cache
 def _measured(onednn: bool) -> Choice:
-    """By whether oneDNN may be used, without which no CPU has fast products in bf16."""
+    """Cached for each setting of oneDNN, without which no CPU has fast products in bf16."""
     with ThreadPoolExecutor(1) as one, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an Arm without bf16 would be told so at length
-        return one.submit(_probe).result()  # how many threads compute is a thread's own setting
+        warnings.simplefilter("ignore")  # PyTorch warns at length on an Arm without bf16
+        return one.submit(_probe).result()  # set_num_threads is per thread
 
 
 def _probe() -> Choice:
-    """In one thread and its own time: two threads that wait for a busy core gave ratios from 0.6
-    to 1.8 where one gives 3.0 to 3.4, and the type decides a job's bytes."""
+    """Timed with one compute thread, in CPU time: two threads on a busy core gave ratios from 0.6
+    to 1.8 where one gives 3.0 to 3.4, and the dtype decides a job's bytes."""
     best = {torch.float32: math.inf, torch.bfloat16: math.inf}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -108,10 +108,10 @@ def _probe() -> Choice:
             for dtype in best:
                 best[dtype] = min(best[dtype], _seconds(dtype))
             fp32, bf16 = best.values()
-            if turn and bf16 > HOPELESS * fp32:  # the first turn has made kernels, too
+            if turn and bf16 > HOPELESS * fp32:  # the first turn also built kernels
                 break
     finally:
-        torch.set_num_threads(threads)  # those that are started later take it from here
+        torch.set_num_threads(threads)  # threads started later inherit it
     told = f"{bf16 * 1e3:.2f} ms against {fp32 * 1e3:.2f}, {' x '.join(map(str, SHAPE))}"
     why = f"products in bf16 take {bf16 / fp32:.2g} times as long as in fp32 ({told})"
     return Choice(torch.bfloat16 if bf16 <= FASTER * fp32 else torch.float32, why)

@@ -1,10 +1,10 @@
-"""The Llama family as an engine runs it: a flat list of tokens of many sequences, and attention
-left to a callback.
+"""Forward pass of the Llama family for the engine: over a flat list of tokens of many sequences,
+with attention left to a callback.
 
-`Decoder` wraps a model that transformers has loaded and calls its own modules, so any linear
+`Decoder` wraps a model loaded by transformers and calls the model's own modules, so every linear
 (nn.Linear, QuantLinear), norm and RoPE variant is the one that transformers runs; only the order of
-the calls is written again here. It knows no cache, no mask and no sampling. What a block does
-differently is refused in `of`, never run nearly right.
+the calls is written again here. Cache, mask and sampling belong to the caller. `of` refuses a model
+whose blocks compute anything else.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,25 @@ from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
 
 # (layer, q, k, v) -> (tokens, heads, head_dim). q is (tokens, heads, head_dim), k and v are
-# (tokens, kv_heads, head_dim); q and k are after RoPE. All are views into wider rows: only their
-# last two dimensions are contiguous.
+# (tokens, kv_heads, head_dim); RoPE is already applied to q and k. All three are views into wider
+# rows: only their last two dimensions are contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cache and an attention kernel must know."""
+    """Sizes that a KV cache and an attention kernel need."""
 
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    context: int  # positions the model was made for: max_position_embeddings
-    # Of each layer: how many tokens one sees, itself included (position p sees p - window + 1 to
-    # p, as transformers counts); None: all before it.
+    context: int  # max_position_embeddings
+    # Sliding window of each layer: position p attends to p - window + 1 ... p, as transformers
+    # counts; None: full causal attention.
     windows: tuple[int | None, ...]
-    scale: float  # of q k^T
+    scale: float  # factor of q k^T
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, (self.heads, self.kv_heads)
@@ -50,10 +50,10 @@ class _Family:
     """How one architecture of transformers differs from the others."""
 
     model_type: str
-    attention: frozenset[str]  # what self_attn holds, all of it
-    # Which layers have config.sliding_window. Llama ignores that setting; Mistral and Phi-3 take
-    # it for every layer; Qwen names a kind for each in layer_types (made from use_sliding_window
-    # and max_window_layers where a checkpoint has none).
+    attention: frozenset[str]  # names of all children of self_attn
+    # Which layers use config.sliding_window. Llama ignores it; Mistral and Phi-3 use it in every
+    # layer; Qwen has a type for each layer in layer_types (derived from use_sliding_window and
+    # max_window_layers if a checkpoint has none).
     windows: str  # "none", "all" or "by type"
 
 
@@ -73,13 +73,13 @@ _TOP = frozenset({"model", "lm_head"})
 _MODEL = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 _BLOCK = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 
-# Frequencies that are the same for every batch. The others of transformers ("dynamic", "longrope")
-# follow the longest sequence of the call: a sequence's numbers would depend on its neighbours, and
-# keys already in a cache would be wrong once it grows.
+# RoPE types with constant frequencies. Those of transformers' other types ("dynamic", "longrope")
+# depend on the longest sequence of the call: results would depend on the rest of the batch, and
+# keys already in the cache would become wrong as a sequence grows.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
-# Settings that say why a model outside the table is not a Llama. They only explain: the table
-# decides, because transformers itself ignores them in the architectures above.
+# Settings that explain, in the error message, how a model outside _FAMILIES differs from Llama.
+# They decide nothing: transformers ignores them in the architectures above.
 _TELLTALES = {
     "num_local_experts": "experts",
     "num_experts": "experts",
@@ -97,8 +97,8 @@ _TELLTALES = {
 
 
 def unlike_llama(model: Any) -> list[str]:
-    """What the engine would have to run differently from Llama's block; empty for a model that it
-    runs. Weights are not looked at."""
+    """How a model's blocks differ from Llama's; empty for a model that the engine runs. Weights are
+    not read."""
     config: Any = getattr(model, "config", None)
     family = _FAMILIES.get(type(model).__name__)
     if family is None or family.model_type != getattr(config, "model_type", None):
@@ -108,15 +108,15 @@ def unlike_llama(model: Any) -> list[str]:
 
 
 def family_of(model: Any) -> _Family:
-    """Raises UserError for a model whose block is not Llama's."""
+    """The family of a model; raises UserError if its blocks are not Llama's."""
     if found := unlike_llama(model):
         raise _refusal(model, found)
     return _FAMILIES[type(model).__name__]
 
 
 class Decoder:
-    """Embedding, blocks, final norm and head of one model; build it with `of`. It holds the
-    model's modules, not copies: the model must stay on its device, in its dtype."""
+    """Embedding, blocks, final norm and head of one model; build it with `of`. It shares the
+    model's modules: the model must not be moved or cast afterwards."""
 
     def __init__(self, model: Any, shape: Shape) -> None:
         self.shape = shape
@@ -125,7 +125,7 @@ class Decoder:
         self.layers = list(model.model.layers)[: shape.layers]
         self.norm = model.model.norm
         self.head = model.lm_head
-        # Fewer and larger products: on a CPU 90 of 210 calls a step are spared.
+        # Joined products: on a CPU they save 90 of 210 calls a step.
         self._qkv = [_one(layer.self_attn, "qkv_proj", _QKV) for layer in self.layers]
         self._gated = [_gated(layer.mlp) for layer in self.layers]
         self._gate_up = [
@@ -137,8 +137,8 @@ class Decoder:
 
     @classmethod
     def of(cls, model: Any) -> "Decoder":
-        """The decoder of a model that transformers has loaded; raises UserError for one whose
-        block is not Llama's."""
+        """The decoder of a model loaded by transformers; raises UserError if its blocks are not
+        Llama's."""
         family, config = family_of(model), model.config
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1 or devices == ["meta"]:
@@ -161,8 +161,8 @@ class Decoder:
         )
 
     def prepack(self) -> None:
-        """Dense weights as a CPU's library multiplies them, where there is one. The model's own
-        linears are empty then: for one that nobody else has."""
+        """Convert dense weights to the layout that the CPU's library multiplies fastest. This frees
+        the weights of the model's own linears: only for a model that nothing else uses."""
         for index, layer in enumerate(self.layers):
             attention, mlp = layer.self_attn, layer.mlp
             for products, module, names in (
@@ -172,21 +172,23 @@ class Decoder:
                 parts = [getattr(module, name) for name in names if hasattr(module, name)]
                 products[index] = prepack(products[index], *parts)
             attention.o_proj, mlp.down_proj = prepack(attention.o_proj), prepack(mlp.down_proj)
-        # A tied head is stored twice then: a lookup needs rows. It is 5 % of a step of SmolLM2.
+        # A tied head is then stored twice, as the embedding lookup needs plain rows. It saves 5 %
+        # of a step of SmolLM2.
         tied = type(self.head) is nn.Linear and self.head.weight is self.embed.weight
         self.head = prepack(self.head, keep=tied)
 
     @torch.no_grad()
     def forward(
         self,
-        tokens: Tensor,  # (tokens,) int64, of any sequences in any order
-        positions: Tensor,  # (tokens,) int64, each in its own sequence
-        attend: Attend,  # called once a layer, in order; must know which token is whose
+        tokens: Tensor,  # (tokens,) int64, of any sequences, in any order
+        positions: Tensor,  # (tokens,) int64, of each token in its sequence
+        attend: Attend,  # called once a layer, in order; must know each token's sequence
     ) -> Tensor:  # (tokens, hidden), after the final norm
         hidden: Tensor = self.embed(tokens)
         cos, sin = (table[:, None] for table in self.rope(positions))
         low, high = sin.chunk(2, -1)
-        sin = torch.cat((-low, high), -1)  # the sign once here, not in every layer: see apply_rope
+        # negate here once instead of in every layer: see apply_rope
+        sin = torch.cat((-low, high), -1)
         for index, layer in enumerate(self.layers):
             mixed = attend(index, *self._project(index, layer.input_layernorm(hidden), cos, sin))
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(1))
@@ -197,13 +199,13 @@ class Decoder:
     @torch.no_grad()
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (tokens, rotary dimensions) each, in the model's dtype."""
-        like = self.embed.weight[:1]  # tells it dtype and device
+        like = self.embed.weight[:1]  # _rotary takes only its dtype and device
         cos, sin = self._rotary(like, positions[None])
         return cos[0], sin[0]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # (rows, hidden) -> (rows, vocabulary) fp32
-        """Of the rows that are sampled only: the head is the widest linear of the model."""
+        """Pass only rows that are sampled: the head is the widest linear of the model."""
         logits: Tensor = self.head(hidden)
         return logits.float()
 
@@ -216,19 +218,19 @@ class Decoder:
         return self._gate_up[index]
 
     def gated(self, index: int) -> Product | None:
-        """(tokens, hidden) -> (tokens, intermediate): silu(gate) * up of a layer, stored by the
-        product itself; None where no kernel does."""
+        """(tokens, hidden) -> (tokens, intermediate): silu(gate) * up of a layer, with SwiGLU in
+        the product's epilogue; None if its op has no such kernel."""
         return self._gated[index]
 
     def _project(
         self, index: int, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of one layer by heads, after RoPE."""
+        """q, k and v of one layer, (tokens, heads, head_dim) each, with RoPE applied to q and k."""
         heads, kv_heads, head_dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         attention = self.layers[index].self_attn
         together = self.qkv(index)(x).view(len(x), heads + 2 * kv_heads, head_dim)
         qk, v = torch.split(together, [heads + kv_heads, kv_heads], dim=1)
-        if hasattr(attention, "q_norm"):  # Qwen3: over each head
+        if hasattr(attention, "q_norm"):  # Qwen3 normalizes each head
             qk = torch.cat((attention.q_norm(qk[:, :heads]), attention.k_norm(qk[:, heads:])), 1)
         q, k = torch.split(apply_rope(qk, cos, sin), [heads, kv_heads], dim=1)
         return q, k, v
@@ -245,7 +247,8 @@ class Decoder:
 
 
 def _one(module: nn.Module, fused: str, names: tuple[str, ...]) -> Product:
-    """The linears as one product: Phi-3 has them so, others are joined where that can be."""
+    """The linears as one product: Phi-3's fused one, a joined one, or one linear after the
+    other."""
     own: Product | None = getattr(module, fused, None)
     return own or joined(module, *names) or side_by_side(module, *names)
 
@@ -263,9 +266,9 @@ def _act(mlp: Any) -> Product:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE with the bits of transformers' apply_rotary_pos_emb, in fewer kernels. That one swaps
-    the halves of x and negates one of them; here they are rolled (which swaps them) and the sign
-    is in `sin`. Dimensions past those of `cos` are left as they are (partial RoPE)."""
+    """RoPE in fewer kernels than transformers' apply_rotary_pos_emb, with the same bits. Instead of
+    swapping the halves of x and negating one, it rolls x and takes the sign from `sin`. Dimensions
+    beyond those of `cos` are left unchanged (partial RoPE)."""
     rotary = cos.shape[-1]
     rotated = x[..., :rotary]
     rotated = rotated * cos + rotated.roll(rotary // 2, -1) * sin
@@ -284,7 +287,7 @@ def _window(config: Any, family: _Family, index: int) -> int | None:
 
 
 def _parts(module: nn.Module) -> set[str]:
-    """Names of the modules and parameters that it holds itself. Dropout does nothing here."""
+    """Names of a module's children and own parameters, without dropout, which does nothing here."""
     children = {n for n, m in module.named_children() if not isinstance(m, nn.Dropout)}
     return children | {name for name, _ in module.named_parameters(recurse=False)}
 
@@ -295,14 +298,14 @@ def _compare(place: str, found: set[str], expected: frozenset[str]) -> list[str]
 
 
 def _unlike(model: Any, family: _Family | None) -> list[str]:
-    """What the modules have more or less than Llama's; without a family, the attention of any
-    will do."""
+    """Modules that the model has and Llama has not, or the reverse; without a family its attention
+    may be that of any."""
     if not hasattr(model, "lm_head"):
         return ["no lm_head (a model without its head gives no logits)"]
     if not hasattr(getattr(model, "model", None), "layers"):
         return ["no blocks at model.layers"]
     found = _compare("top", _parts(model), _TOP) + _compare("model", _parts(model.model), _MODEL)
-    for layer in model.model.layers:  # all: one of another kind among them would be run wrongly
+    for layer in model.model.layers:  # all of them: a single layer may differ
         found += _compare("block", _parts(layer), _BLOCK)
         if "self_attn" in _parts(layer):
             parts = _parts(layer.self_attn)
@@ -316,7 +319,7 @@ def _unlike(model: Any, family: _Family | None) -> list[str]:
 
 
 def _unlike_settings(model: Any, family: _Family) -> list[str]:
-    """What a known architecture may be set to and is not run here."""
+    """Settings of a known architecture that Decoder does not implement."""
     found = []
     config, rope = model.config, model.model.rotary_emb.rope_type
     if rope not in _FIXED_ROPE:

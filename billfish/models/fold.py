@@ -1,11 +1,11 @@
-"""Where a scale or an order of channels can be folded: which layer of a block makes the input of
-some linears, up to a factor a channel, and whether its outputs may change places.
+"""Finds the layer of a block into which scales of some linears' input channels can be folded (AWQ),
+and whether its output channels may be permuted.
 
-Found by trial, not by a table of architectures: a candidate counts if scaling its outputs down and
-the linears' columns up by powers of two leaves what the block computes as it was. So norm -> q/k/v
-and gate/up, v -> o (shared by the heads of a group) and up -> down are found, and anything behind a
-curved activation is not. Outputs of up and gate may change places together, those of v within a
-head, those of a norm never: its input is the residual stream.
+There is no table of architectures; candidates are tried. Scaling a layer's outputs down and the
+linears' columns up by powers of two must leave the block's output unchanged. This finds norm ->
+q/k/v and gate/up, v -> o (one scale for the heads of a group) and up -> down, and rejects layers
+before a nonlinearity. Outputs of up and gate may be permuted together, those of v within a head,
+those of a norm never, because its input is the residual stream.
 """
 
 import copy
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from billfish.models.blocks import Arguments, StreamedModel
 
-TOLERANCE = 1e-3  # of what the block adds; a wrong fold changes it by more than a tenth
+TOLERANCE = 1e-3  # relative to what the block adds; a wrong fold changes that by more than 0.1
 
 
 @dataclass(frozen=True)
 class FoldSource:
     path: str
     rows: int  # its output channels
-    row_of_column: Tensor  # (k,) int64
+    row_of_column: Tensor  # (k,) int64: the output that feeds each input channel of the linears
 
 
 @torch.no_grad()
 def fold_source(
     model: StreamedModel, index: int, group: list[str], probe: Tensor, arguments: Arguments
 ) -> FoldSource | None:
-    """The layer to fold into for the linears `group`, which read one tensor; None where there is
-    none."""
+    """The layer into which scales of the linears `group`, which share an input, can be folded; None
+    if there is none."""
     block = copy.deepcopy(model.blocks[index]).float()
     first = block.get_submodule(group[0])
     assert isinstance(first, nn.Linear)
@@ -59,15 +59,15 @@ def fold_source(
 
 @dataclass(frozen=True)
 class Reordering:
-    """Outputs of the linears `paths` may change places within every `span` of them, if the columns
-    of the linears that read them do the same: for schemes that keep channels of a kind together."""
+    """Outputs of the linears `paths` may be permuted within every run of `span`, together with the
+    columns of the linears that read them: for schemes that group similar channels."""
 
     source: FoldSource
     paths: tuple[str, ...]
     span: int
 
     def apply(self, block: nn.Module, group: list[str], order: Tensor) -> None:  # (rows,) int64
-        """Output i of `paths` becomes what output order[i] was; the linears `group` follow."""
+        """Output i of `paths` becomes the former output order[i]; columns of `group` follow."""
         for path in self.paths:
             for parameter in block.get_submodule(path).parameters():
                 parameter.data = parameter.data[order]
@@ -84,7 +84,7 @@ def find_reordering(
     index: int,
     source: FoldSource,
     group: list[str],
-    beside: list[str],  # linears that read what the source reads
+    siblings: list[str],  # linears that share the source's input
     probe: Tensor,
     arguments: Arguments,
 ) -> Reordering | None:
@@ -96,7 +96,7 @@ def find_reordering(
     added = (expected - probe).norm().clamp(max=expected.norm())
     twins = tuple(
         path
-        for path in beside
+        for path in siblings
         if path != source.path and _output_channels(block.get_submodule(path)) == source.rows
     )
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,8 @@ def find_reordering(
 
 
 def _output_channels(module: nn.Module) -> int | None:
-    """Of a layer that could take a scale: a linear, or a norm with one weight a channel."""
+    """Output channels of a layer that can absorb a scale: a linear, or a norm with a weight for
+    each channel; None for others."""
     if isinstance(module, nn.Linear):
         return module.out_features
     weight = getattr(module, "weight", None)
@@ -124,8 +125,8 @@ def _output_channels(module: nn.Module) -> int | None:
 
 
 def _row_of_column(model: StreamedModel, rows: int, k: int) -> Tensor:
-    """Which output of the source feeds each column: one to one, or grouped-query heads that
-    share."""
+    """The output of the source that feeds each column: one to one, or for grouped-query attention
+    one for several heads."""
     columns = torch.arange(k, device=model.device)
     if rows == k:
         return columns

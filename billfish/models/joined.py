@@ -1,7 +1,8 @@
-"""Linears of one input as one product: fewer and larger calls, and no weight stored twice.
+"""Joins linears that share an input (q/k/v, gate/up) into one product, without storing weights
+twice.
 
-The linears become views of the joined weights and stay what they were: they run, move and save as
-before. What cannot be joined stays as it is, and the caller is told by a None.
+The weights of the linears become views of the joined ones, so the linears still run, move and save
+as before. Linears that cannot be joined are left unchanged; the function then returns None.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import GatedOp, LinearOp, together
 
-Product = Callable[[Tensor], Tensor]  # (..., k) -> (..., n of all)
+Product = Callable[[Tensor], Tensor]  # (..., k) -> (..., sum of n)
 
 
 def joined(module: nn.Module, *names: str) -> Product | None:
-    """The outputs of these linears one after the other, dense or packed; None where they are of
-    different kinds, or packed in a way that does not line up."""
+    """One product that gives the concatenated outputs of these linears, dense or packed; None if
+    they are of different kinds, or their ops cannot be joined."""
     linears = [getattr(module, name) for name in names]
     kinds = {(type(linear), linear.bias is None) for linear in linears}
     if len(kinds) > 1:
@@ -36,8 +37,8 @@ def joined(module: nn.Module, *names: str) -> Product | None:
 
 
 def gated(module: nn.Module, *names: str) -> GatedOp | None:
-    """silu(gate) * up in one product, where their op has a kernel for it and there is no bias; of
-    two packed linears, or of one that is both."""
+    """silu(gate) * up as one op, for two packed linears or one fused one; None if their op has no
+    such kernel, or they have a bias."""
     linears = [getattr(module, name) for name in names]
     if any(type(linear) is not QuantLinear or linear.bias is not None for linear in linears):
         return None
@@ -50,7 +51,7 @@ def gated(module: nn.Module, *names: str) -> GatedOp | None:
 
 
 def side_by_side(module: nn.Module, *names: str) -> Product:
-    """The same as `joined`, one linear after the other."""
+    """The concatenated outputs as in `joined`, computed by one linear after the other."""
     linears = [getattr(module, name) for name in names]
 
     def run(x: Tensor) -> Tensor:
@@ -61,8 +62,8 @@ def side_by_side(module: nn.Module, *names: str) -> Product:
 
 
 def shared_input(linears: list[Any], x: Tensor) -> Any:
-    """What linears of one input multiply, made once where their ops take the same: activations that
-    q, k and v would else quantize three times."""
+    """The input for all of these linears, prepared once if their ops take the same form of it: else
+    q, k and v would quantize the same activations three times."""
     if any(type(linear) is not QuantLinear for linear in linears):
         return x
     ops = _ops(linears)
@@ -83,7 +84,7 @@ def _ops(linears: list[QuantLinear]) -> list[Any]:
 
 
 def _share(linears: list[Any], part: str) -> Tensor | None:
-    """Their weights or biases in one tensor; theirs are views of it from now on."""
+    """All weights (or biases) in one tensor, of which the linears' own become views."""
     if getattr(linears[0], part) is None:
         return None
     whole, views = together([getattr(linear, part).data for linear in linears])

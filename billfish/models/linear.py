@@ -1,8 +1,8 @@
-"""QuantLinear: the one quantized module, for every scheme.
+"""QuantLinear: the quantized linear module, for every scheme.
 
-It is born holding empty canonical tensors (so that any loader can fill it by name), then `arrange`
-hands them to an op, which keeps its own order of the same bits; state_dict() always speaks
-canonical. It knows no scheme, no file and no device beyond its own.
+It starts with empty canonical tensors, so that any loader can fill it by name. `arrange` then hands
+them to an op, which keeps the same bits in its own layout; state_dict() always returns canonical
+tensors. It contains nothing specific to a scheme, a file format or a device.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from billfish.schemes.registry import choose_op
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with W in few bits. Call `arrange` once after loading; forward does it if
-    nobody has."""
+    """y = x W^T + b with W in few bits. Call `arrange` once after loading; otherwise the first
+    forward does."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class QuantLinear(nn.Module):
         )
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the canonical tensors; shapes and names must be those of the scheme."""
+        """Replace the canonical tensors; names and shapes must be those of scheme.tensors()."""
         self.op = None
         for name in self.names:
             setattr(self, name, tensors[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The canonical tensors, wherever they are now."""
+        """The canonical tensors, from the op if it holds them."""
         if self.op is not None:
             return self.op.canonical()
         return {name: getattr(self, name) for name in self.names}
 
     def arrange(self, op: str = "auto", batch_invariant: bool = False) -> None:
-        """Choose the op and give it the tensors; the canonical copies are dropped."""
+        """Choose an op and hand it the tensors; the canonical copies are freed."""
         self.asked, self.invariant = op, batch_invariant
         tensors = self.tensors()
         device = next(iter(tensors.values())).device
@@ -64,7 +64,7 @@ class QuantLinear(nn.Module):
         for name in self.names:
             setattr(self, name, None)
 
-    def forward(self, x: Any) -> Tensor:  # (..., k), or what the op takes -> (..., n)
+    def forward(self, x: Any) -> Tensor:  # (..., k), or the result of op.prepare -> (..., n)
         if self.op is None:
             self.arrange()
         assert self.op is not None
@@ -72,11 +72,12 @@ class QuantLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Decoded on demand, fp32 (n, k): for inspection and for code that peeks at `.weight`."""
+        """The decoded weight, fp32 (n, k), computed at every access: for code that reads
+        `.weight`."""
         return self.scheme.dequantize(self.tensors())
 
     def nbytes(self) -> int:
-        """Bytes of the weights in memory as they are now."""
+        """Bytes that the weights take in memory in their current layout."""
         if self.op is not None:
             return self.op.nbytes()
         return sum(tensor.nbytes for tensor in self.tensors().values())
@@ -87,15 +88,13 @@ class QuantLinear(nn.Module):
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if (
-            self.op is not None
-        ):  # loading over an arranged layer starts from canonical tensors again
+        if self.op is not None:  # buffers must exist to be loaded
             self.set_tensors(self.op.canonical())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLinear":
-        """`.to(device or dtype)`: the op's words belong to one device, so it is arranged anew
-        there."""
+        """For `.to(device or dtype)`: the op's layout is made for one device, so the canonical
+        tensors are moved and arranged again."""
         arranged = self.op is not None
         if arranged:
             self.set_tensors(self.tensors())

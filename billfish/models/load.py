@@ -1,7 +1,7 @@
-"""A checkpoint directory, dense or packed, as a model and a tokenizer of transformers.
+"""Loads a checkpoint directory, dense or packed, as a transformers model and tokenizer.
 
-Everything that runs a model comes through here. The tensors of the files and the modules of the
-model must match one to one before a weight is read: nothing is random, nothing is left unread.
+Everything that runs a model loads it here. The tensors in the files must match the modules of the
+model one to one before a weight is read: no weight is left random, no tensor unread.
 """
 
 from pathlib import Path
@@ -27,7 +27,11 @@ from billfish.formats.spec import first_nonfinite
 from billfish.models.compute import compute_dtype, device_of
 from billfish.models.linear import QuantLinear
 
-OWN = ("compressed-tensors", "gptq", "awq")  # of the others transformers may know some
+OWN = (
+    "compressed-tensors",
+    "gptq",
+    "awq",
+)  # refused if unreadable; other methods are left to transformers if it knows them
 
 
 def load(
@@ -39,11 +43,12 @@ def load(
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a dense or packed checkpoint directory.
 
-    It computes in `dtype`; auto: on a GPU what is stored, on a CPU what compute.py chooses.
+    The model computes in `dtype`; auto: on a GPU the stored dtype, on a CPU what compute.py
+    chooses.
 
-    With `batch_invariant` packed layers give a row the same bits whatever batch it is in; the rest
-    of the model is PyTorch's and promises nothing of the kind. `op` names the op that runs them,
-    where it is not to be chosen, such as "kleidiai".
+    With `batch_invariant` a packed layer computes the same bits for a row in any batch; the rest of
+    the model is PyTorch's, which does not promise this. `op` forces an op for the packed layers,
+    for example "kleidiai".
     """
     where = device_of(device)
     model = load_model(path, compute_dtype(stored_dtype(path), where, dtype))
@@ -59,7 +64,8 @@ def load(
 
 
 def load_model(path: Path | str, dtype: torch.dtype) -> Any:
-    """The model alone, on the CPU. No pickle, no remote code, no network, no random weight."""
+    """The model on the CPU, without a tokenizer. Never unpickles, runs remote code, uses the
+    network or leaves a weight random."""
     checkpoint = check(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -73,7 +79,7 @@ def load_model(path: Path | str, dtype: torch.dtype) -> Any:
     except UserError as error:
         where = str(error)
         raise UserError(where if str(path) in where else f"{path}: {where}") from None
-    except Exception as error:  # the last resort: what the checks before it did not foresee
+    except Exception as error:  # whatever check() did not foresee
         raise UserError(f"{path}: transformers cannot load it: {cause(error)}") from error
     model, info = loaded
     for name, parameter in model.named_parameters():
@@ -86,14 +92,14 @@ def load_model(path: Path | str, dtype: torch.dtype) -> Any:
 
 
 def check(path: Path | str) -> Checkpoint:
-    """A checkpoint whose tensors and modules match; from headers alone."""
+    """Open a checkpoint and raise unless its tensors match the model; reads headers only."""
     checkpoint = Checkpoint(path)
     check_generation(checkpoint.path)
     if checkpoint.config.get("architectures"):
         architecture(checkpoint)
     dialect, method, unsupported = recognize(checkpoint)
     if checkpoint.config.get("quantization_config") is None:
-        dialect = unsupported = None  # transformers does not look into quantize_config.json
+        dialect = unsupported = None  # transformers ignores quantize_config.json
     if unsupported is None:
         refuse(checkpoint, problems(checkpoint, *unpacked(checkpoint, dialect)))
     elif method in OWN or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:

@@ -1,10 +1,11 @@
-"""A block over the calibration activations, one group of linears after the other.
+"""Runs a block over the calibration activations to catch the inputs of one input group after the
+other.
 
-A group's inputs are wanted after the groups before it have been quantized, and next to them those
-of the original block. Run from its start for each of four groups, a block does each product more
-than twice. Here a part of it (a child with linears: attention, MLP) whose linears are settled runs
-no more: its output, as wide as the hidden state, is kept and handed out instead. A Llama block then
-runs once in the original and once in the quantized model, but for gate and up, which run twice.
+GPTQ needs a group's inputs in the original block, and in the block whose earlier groups are already
+quantized. Running the block from its start for each of its four groups would do every product more
+than twice. So the output of a part (a child with linears: attention, MLP) is cached once all its
+linears have their final weights. A Llama block then runs once in the original and once in the
+quantized model, except for gate and up, which run twice.
 """
 
 from collections.abc import Iterator
@@ -14,41 +15,39 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from billfish.models.blocks import Arguments, StreamedModel
-
-
-class _Left(Exception):
-    """Raised by a hook to leave a forward pass once it has seen what it came for."""
+from billfish.models.blocks import Arguments, StopForward, StreamedModel
 
 
 @dataclass(frozen=True)
 class Part:
-    """A child of the block that gives one tensor, alone or first in a tuple."""
+    """A child of the block whose output is one tensor, alone or first in a tuple."""
 
     name: str
     linears: frozenset[str]
-    needs: frozenset[str]  # these, and those of the children that run before it
-    last: str | None  # the linear whose output is the part's own
-    rest: tuple[Any, ...] | None  # what follows the tensor in its tuple; None: no tuple
+    needs: frozenset[str]  # linears that its output depends on: its own and those that ran before
+    last: str | None  # the linear whose output is the part's output
+    rest: tuple[Any, ...] | None  # the rest of the output tuple; None: the output is a tensor
 
     def output(self, tensor: Tensor) -> Any:
         return tensor if self.rest is None else (tensor, *self.rest)
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """What one pass shows of a block."""
+class BlockStructure:
+    """Structure of a block, found by one forward pass."""
 
-    groups: list[list[str]]  # linears in the order they run, those that read one tensor together
+    groups: list[list[str]]  # linears in execution order; those that read one tensor are a group
     parts: list[Part]
 
 
-def anatomy(model: StreamedModel, index: int, probe: Tensor, arguments: Arguments) -> Anatomy:
+def probe_structure(
+    model: StreamedModel, index: int, probe: Tensor, arguments: Arguments
+) -> BlockStructure:
     block = model.blocks[index]
     linears = [linear.path for linear in model.linears(index)]
-    read: list[tuple[Tensor, list[str]]] = []  # holding the tensors keeps their identity unique
+    read: list[tuple[Tensor, list[str]]] = []  # references keep data pointers unique
     written: list[tuple[Tensor, str]] = []
-    outputs: dict[str, list[Any]] = {}  # of children, in the order they run
+    outputs: dict[str, list[Any]] = {}  # by child, in execution order
 
     def reads(path: str, x: Tensor) -> None:
         for seen, paths in read:
@@ -82,13 +81,14 @@ def anatomy(model: StreamedModel, index: int, probe: Tensor, arguments: Argument
         inside = frozenset(p for p in linears if p == name or p.startswith(name + "."))
         needs |= inside
         first, *rest = given[0] if isinstance(given[0], tuple) else given[:1]
-        # Once a pass, one tensor and as large as the hidden state: that can be kept.
+        # Cache only children that run once a pass and return one tensor of the hidden state's
+        # shape.
         alone = len(given) == 1 and not any(isinstance(item, Tensor) for item in rest)
         if inside and alone and isinstance(first, Tensor) and first.shape == probe.shape:
             last = next((p for tensor, p in written if p in inside and same(tensor, first)), None)
             after = tuple(rest) if isinstance(given[0], tuple) else None
             parts.append(Part(name, inside, needs, last, after))
-    return Anatomy([paths for _, paths in read], parts)
+    return BlockStructure([paths for _, paths in read], parts)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -96,10 +96,11 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @dataclass
-class Walk:
-    """One block, the model's own or the original beside it, and the activations that enter it.
+class BlockRunner:
+    """Runs one block, the one being quantized or a copy of the original, over its inputs.
 
-    `settled` linears have their final weights. `states` become the block's output at the end.
+    `final` names the linears whose weights will not change any more. `states` hold the block's
+    inputs, which its outputs replace at the end.
     """
 
     model: StreamedModel
@@ -107,80 +108,83 @@ class Walk:
     block: nn.Module
     states: list[Tensor]  # (batch, length, hidden) each
     arguments: Arguments
-    anatomy: Anatomy
-    settled: set[str]
-    kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # (part, batch)
-    waiting: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # inputs of a part's last
+    structure: BlockStructure
+    final: set[str]
+    cached: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # outputs by (part, batch)
+    # (part, batch) -> input of the part's last linear, until that linear is quantized
+    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def input(self, batch: int, path: str) -> Tensor | None:
-        """What one linear is given; None if it is not asked (an expert without tokens)."""
+        """Input of one linear, where the pass stops; None if it does not run (an expert without
+        tokens)."""
         caught: list[Tensor] = []
 
         def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             caught.append(args[0])
-            raise _Left
+            raise StopForward
 
         with self._hook(path, see), self._parts(batch):
             self._run(batch)
         part = self._part_ended_by(path)
         if caught and part is not None and caught[0].shape == self.states[batch].shape:
-            self.waiting[part.name, batch] = caught[0]
+            self.pending[part.name, batch] = caught[0]
         return caught[0] if caught else None
 
-    def input_and_on(self, batch: int, path: str, to_the_end: bool) -> Tensor | None:
-        """The same in a block that is settled anyway: goes on to the end of the linear's part, or
-        of the block, so that neither has to run again."""
+    def input_and_continue(self, batch: int, path: str, whole_block: bool) -> Tensor | None:
+        """Input of one linear of a block whose weights are final. The pass continues to the end of
+        the linear's part, or of the whole block, so that neither has to run again."""
         caught: list[Tensor] = []
         part = next(
-            (p.name for p in self.anatomy.parts if path in p.linears and p.needs <= self.settled),
+            (p.name for p in self.structure.parts if path in p.linears and p.needs <= self.final),
             None,
         )
 
         def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             caught.append(args[0])
-            if not to_the_end and part is None:
-                raise _Left
+            if not whole_block and part is None:
+                raise StopForward
 
-        with self._hook(path, see), self._parts(batch, None if to_the_end else part):
+        with self._hook(path, see), self._parts(batch, None if whole_block else part):
             output = self._run(batch)
-        if to_the_end:
+        if whole_block:
             assert output is not None
-            self._leave(batch, output)
+            self._set_output(batch, output)
         return caught[0] if caught else None
 
-    def settle(self, paths: list[str]) -> None:
-        """These linears have their weights: whatever waits for them is what they make of it."""
-        self.settled.update(paths)
-        for (name, batch), x in self.waiting.items():
-            last = next(part.last for part in self.anatomy.parts if part.name == name)
+    def mark_final(self, paths: list[str]) -> None:
+        """These linears now have their final weights: compute the outputs that were pending."""
+        self.final.update(paths)
+        for (name, batch), x in self.pending.items():
+            last = next(part.last for part in self.structure.parts if part.name == name)
             assert last is not None
-            self.kept[name, batch] = self.block.get_submodule(last)(x)
-        self.waiting.clear()
+            self.cached[name, batch] = self.block.get_submodule(last)(x)
+        self.pending.clear()
 
     def finish(self) -> None:
-        """Every state becomes what the block makes of it."""
+        """Replace every state by the block's output."""
         for batch in range(len(self.states)):
             with self._parts(batch):
                 output = self._run(batch)
             assert output is not None
-            self._leave(batch, output)
+            self._set_output(batch, output)
 
-    def _leave(self, batch: int, output: Tensor) -> None:
+    def _set_output(self, batch: int, output: Tensor) -> None:
         self.states[batch] = output
-        for part in self.anatomy.parts:
-            self.kept.pop((part.name, batch), None)
+        for part in self.structure.parts:
+            self.cached.pop((part.name, batch), None)
 
     def _run(self, batch: int) -> Tensor | None:
         try:
             return self.model.run(self.index, self.states[batch], self.arguments, self.block)
-        except _Left:
+        except StopForward:
             return None
 
     def _part_ended_by(self, path: str) -> Part | None:
-        """The part that this linear, alone in its group, would settle and whose output it is."""
-        alone = [path] in self.anatomy.groups
-        for part in self.anatomy.parts:
-            if alone and part.last == path and part.needs <= self.settled | {path}:
+        """The part whose output is this linear's output and final once this linear is; the linear
+        must be alone in its group."""
+        alone = [path] in self.structure.groups
+        for part in self.structure.parts:
+            if alone and part.last == path and part.needs <= self.final | {path}:
                 return part
         return None
 
@@ -193,27 +197,28 @@ class Walk:
             handle.remove()
 
     @contextmanager
-    def _parts(self, batch: int, leave_after: str | None = None) -> Iterator[None]:
-        """While open, a part whose output is kept gives that, and a settled one's is kept."""
+    def _parts(self, batch: int, stop_after: str | None = None) -> Iterator[None]:
+        """Within this context parts return cached outputs, and outputs that are final are
+        cached."""
 
-        def stand_in(part: Part, forward: Any) -> Any:
+        def cached_forward(part: Part, forward: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
                 key = part.name, batch
-                if key in self.kept:
-                    return part.output(self.kept[key].clone())  # the block may add to it in place
+                if key in self.cached:
+                    return part.output(self.cached[key].clone())  # the block may add to it in place
                 output = forward(*args, **kwargs)
-                if part.needs <= self.settled:
+                if part.needs <= self.final:
                     tensor = output if isinstance(output, Tensor) else output[0]
-                    self.kept[key] = tensor.clone()
-                if part.name == leave_after:
-                    raise _Left
+                    self.cached[key] = tensor.clone()
+                if part.name == stop_after:
+                    raise StopForward
                 return output
 
             return run
 
-        modules = [self.block.get_submodule(part.name) for part in self.anatomy.parts]
-        for part, module in zip(self.anatomy.parts, modules, strict=True):
-            module.forward = stand_in(part, module.forward)
+        modules = [self.block.get_submodule(part.name) for part in self.structure.parts]
+        for part, module in zip(self.structure.parts, modules, strict=True):
+            module.forward = cached_forward(part, module.forward)
         try:
             yield
         finally:
@@ -222,8 +227,8 @@ class Walk:
 
 
 @contextmanager
-def listen(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
-    """While open, each linear named shows its inputs, and the forward pass goes on."""
+def observe_inputs(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
+    """Within this context the callback of each linear named in `see` is called with its inputs."""
     handles = [
         block.get_submodule(path).register_forward_pre_hook(lambda m, args, s=show: s(args[0]))
         for path, show in see.items()
@@ -235,4 +240,4 @@ def listen(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
             handle.remove()
 
 
-__all__ = ["Anatomy", "Part", "Walk", "anatomy", "listen"]
+__all__ = ["BlockRunner", "BlockStructure", "Part", "observe_inputs", "probe_structure"]

@@ -1,8 +1,8 @@
-"""Dense weights on a CPU as they are multiplied fastest, arranged once, when they are loaded.
+"""Converts dense weights to the layout that a CPU multiplies fastest, once, when they are loaded.
 
-bf16: in oneDNN's order. PyTorch has it done in every call, a third of a product of few tokens.
-fp32, where 16 bits hold the same numbers, as they do if the file had bf16: in 16 bits. Products of
-few tokens take as long as weights take to read.
+bf16 weights are stored in oneDNN's blocked layout. PyTorch would convert them in every call, which
+takes a third of a product of few tokens. fp32 weights that 16 bits represent exactly (from a bf16
+file, for example) are stored in 16 bits: products of few tokens are bound by reading the weights.
 """
 
 from functools import cache
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from billfish.kernels import halves
 
-FEW = 32  # tokens; for more the library's products of fp32 are faster, conversion included
+FEW = 32  # tokens; for more, converting to fp32 and using PyTorch's product is faster
 
 
 class Prepacked(nn.Module):
-    """A linear in the order of oneDNN: its numbers."""
+    """A linear whose weight is in oneDNN's blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Prepacked(nn.Module):
 
 
 class Halves(nn.Module):
-    """A linear of fp32 whose numbers fit 16 bits."""
+    """An fp32 linear whose weight is stored in 16 bits without loss."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class Halves(nn.Module):
 
 
 def prepack(linear: Any, *parts: nn.Linear, keep: bool = False) -> Any:
-    """The linear arranged so. Unless told to keep it, it is empty from now on, and so are its
-    parts, the views of its rows: no weight is stored twice. What is no dense linear on a CPU, or
-    would gain nothing, comes back as it is."""
+    """The linear in a faster layout, or the linear itself if it is not dense, not on a CPU, or
+    would gain nothing. Unless `keep` is set, the weights of the original linear and of `parts`,
+    which are views of its rows, are freed: no weight is stored twice."""
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu":
         return linear
     packed: nn.Module | None = None
@@ -68,12 +68,13 @@ def prepack(linear: Any, *parts: nn.Linear, keep: bool = False) -> Any:
 
 @cache
 def _works() -> bool:
-    """These operators are PyTorch's for its own compiler, with no promise: they are tried."""
+    """Whether oneDNN's operators work here. They are internal to PyTorch's compiler and may change,
+    so they are tried."""
     weight = torch.linspace(-1, 1, 48 * 64).view(48, 64).bfloat16()
     bias = weight[:, 0].contiguous()
     try:
         found = Prepacked(weight, bias)(weight)
-    except (AttributeError, RuntimeError):  # not there, or not for this processor
+    except (AttributeError, RuntimeError):  # absent, or not built for this CPU
         return False
     wanted = nn.functional.linear(weight.float(), weight.float(), bias.float())
     return torch.allclose(found.float(), wanted, rtol=0.01, atol=0.01)

@@ -1,9 +1,9 @@
-"""Chat templates: messages -> the text that a model was trained on.
+"""Chat templates: messages -> the prompt text in the format that the model was trained on.
 
-A template is a program that comes with the checkpoint. transformers runs it in a sandbox, which
-bounds what it may touch, but neither its time nor its memory, and a thread cannot be ended. So it
-runs in a process of its own (`template_process.py`) under limits of the system's; one that ends by
-them, or by a mistake, is one sentence here, and the next request starts another.
+A template is a program that comes with the checkpoint. transformers' sandbox limits what it can
+access, but neither its time nor its memory, and a thread cannot be killed. So it runs in a process
+of its own (`template_process.py`) with limits that the system enforces. If that process dies, the
+request gets an error and the next request starts a new process.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 
 from billfish.errors import UserError
 
-SECONDS = 10  # of one rendering
-CHARACTERS = 8 * 2**20  # of its text
-MEMORY = 2**30  # bytes more than the process has when it is ready
+SECONDS = 10  # for one conversation
+CHARACTERS = 8 * 2**20  # of rendered text
+MEMORY = 2**30  # bytes in addition to what the idle process has
 PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 class Renderer:
-    """Renders one conversation at a time. Close it to end its process, whatever that is doing."""
+    """Renders one conversation at a time. `close` kills its process, also while it renders."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,9 +31,10 @@ class Renderer:
         self.closed = False
 
     def start(self) -> None:
-        """Ahead of the first conversation: to import transformers takes a second."""
+        """Start the process ahead of the first conversation: importing transformers takes a
+        second."""
         if self._process is None and not self.closed:
-            # -P: modules beside the program must not stand in for others of their name.
+            # -P: modules in the program's directory must not shadow others of the same name.
             command = [sys.executable, "-P", str(PROGRAM), str(SECONDS), str(CHARACTERS)]
             self._process = subprocess.Popen(
                 [*command, str(MEMORY)],
@@ -50,12 +51,12 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As the tokenizer's apply_chat_template, with the prompt for an answer at its end."""
+        """The tokenizer's apply_chat_template with add_generation_prompt."""
         if not tokenizer.chat_template:
             raise UserError("this model has no chat template; give plain prompts.")
         try:
             template = tokenizer.get_chat_template(None, tools)
-        except ValueError as error:  # several templates, none of which is the default
+        except ValueError as error:  # several templates and no default
             raise UserError(f"this model's chat template: {error}") from None
         told = self._ask(
             json.dumps(
@@ -99,7 +100,7 @@ class Renderer:
             except BrokenPipeError:
                 pass
             finally:
-                if not answer.endswith("\n"):  # also if we were interrupted
+                if not answer.endswith("\n"):  # also after KeyboardInterrupt
                     self._process = None
                     process.kill()
                     process.wait()

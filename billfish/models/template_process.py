@@ -1,7 +1,9 @@
-"""The process in which chat templates run: a conversation in, its text out, a line of JSON each.
+"""The process that renders chat templates: reads a conversation and writes its text, as lines of
+JSON.
 
-Started by its path, so that nothing of ours but this file is imported. An alarm of the system's
-ends it in the middle of whatever a template does: one long multiplication holds Python's lock.
+It is started by its path, so that no other module of Billfish is imported. SIGALRM ends it in the
+middle of whatever a template does; a Python timer could not, as one long multiplication holds the
+GIL.
 """
 
 import json
@@ -16,7 +18,7 @@ STATM = Path("/proc/self/statm")
 
 
 def main(seconds: int, characters: int, memory: int) -> None:
-    if STATM.exists():  # Linux; other systems do not keep this limit
+    if STATM.exists():  # Linux; other systems do not enforce RLIMIT_AS
         held = int(STATM.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + memory, held + memory))
     for line in sys.stdin:
@@ -24,7 +26,7 @@ def main(seconds: int, characters: int, memory: int) -> None:
         signal.alarm(seconds)
         try:
             text = render_jinja_template(**asked)[0][0]
-            text.encode()  # half a surrogate pair is no character
+            text.encode()  # fails for lone surrogates
             told = {"text": text}
             if len(text) > characters:
                 told = {"error": f"its text has {len(text)} characters, of {characters} at most"}

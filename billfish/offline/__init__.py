@@ -1,1 +1,1 @@
-"""Making a few-bit model: calibrate, quantize, write; nothing that serves a token imports it."""
+"""Makes a few-bit model: calibrates, quantizes, writes. No inference code imports this package."""

@@ -1,9 +1,9 @@
-"""One block at a time: gather statistics of its linears' inputs, choose codes, and put the decoded
-weights back, so that what comes after is calibrated on what the quantized model will really
-compute.
+"""Quantizes one block: collects statistics of its linears' inputs, chooses codes, and puts the
+decoded weights back into the block, so that the layers after it are calibrated on the activations
+that the quantized model will compute.
 
-Works on a StreamedModel block that is filled; changes its parameters and nothing else. Knows
-nothing of files.
+The block belongs to a StreamedModel and must be filled. Only its parameters change; no file is
+read or written, except that weights are read again where the block holds them rounded.
 """
 
 import copy
@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.fold import fold_source
-from billfish.models.passes import Anatomy, Walk, anatomy, listen
-from billfish.offline.hidden import Hidden
+from billfish.models.passes import BlockRunner, BlockStructure, observe_inputs, probe_structure
+from billfish.offline.activations import Activations
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
 from billfish.solvers.methods import Method
@@ -28,19 +28,19 @@ OnLinear = Callable[[str, Solved], None]
 
 @dataclass(frozen=True)
 class Refining:
-    """A block whose linears are solved and not yet settled: what a method's `refine` works with."""
+    """Argument of a method's `refine`: a block whose linears are quantized and may still change."""
 
-    solved: Mapping[str, Solved]  # linears by path
-    inputs: list[Tensor]  # (batch, length, hidden): what enters it behind quantized blocks
-    targets: list[Tensor]  # what the original block gives behind original ones
-    # The block, with these weights (by path of their linears) in place of its own: gradients flow
-    # into them wherever the caller enables them.
+    solved: Mapping[str, Solved]  # path of a linear -> its solution
+    inputs: list[Tensor]  # (batch, length, hidden): outputs of the quantized blocks before it
+    targets: list[Tensor]  # outputs of the original block in the original model
+    # run(input, weights): the block's output with `weights` (path of a linear -> weight) in place
+    # of its own. Gradients flow into them if the caller enables gradients.
     run: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class BlockJob:
-    """One block, ready to be solved. `paths` are the linears to quantize; the rest keep their
+    """How to quantize one block. `paths` are the linears to quantize; the others keep their
     weights."""
 
     model: StreamedModel
@@ -48,29 +48,30 @@ class BlockJob:
     paths: list[str]
     scheme: Scheme
     method: Method
-    stored_dtype: torch.dtype  # of scales
-    arguments: Arguments | None = None  # None: no calibration data (rtn)
+    stored_dtype: torch.dtype  # dtype of stored scales
+    arguments: Arguments | None = None  # of the block's forward; None: no calibration data (rtn)
 
-    def solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
-        """Moves `hidden` behind the block and hands out each linear as it is settled."""
+    def solve(self, activations: Activations, on_linear: OnLinear) -> None:
+        """Calls `on_linear` for each quantized linear; replaces `activations`, the block's inputs,
+        by its outputs."""
         if self.arguments is None:
             for path in self.paths:
-                self._settle([path], self._weights([path]), None, on_linear)
+                self._quantize([path], self._weights([path]), None, on_linear)
         elif self.method.refine is not None:
-            self._solve_and_refine(hidden, on_linear)
+            self._solve_and_refine(activations, on_linear)
         else:
-            self._solve(hidden, on_linear)
+            self._solve(activations, on_linear)
 
-    def _solve(self, hidden: Hidden, on_linear: OnLinear) -> None:
+    def _solve(self, activations: Activations, on_linear: OnLinear) -> None:
         if self.method.follows_original:
-            self._solve_in_order(hidden, on_linear)
+            self._solve_in_order(activations, on_linear)
         else:
-            self._solve_together(hidden, on_linear)
+            self._solve_together(activations, on_linear)
 
-    def _solve_and_refine(self, hidden: Hidden, on_linear: OnLinear) -> None:
+    def _solve_and_refine(self, activations: Activations, on_linear: OnLinear) -> None:
         model, block, arguments = self.model, self.model.blocks[self.index], self._arguments()
-        entered, solved = list(hidden.quantized), dict[str, Solved]()
-        self._solve(hidden, solved.__setitem__)
+        entered, solved = list(activations.quantized), dict[str, Solved]()
+        self._solve(activations, solved.__setitem__)
 
         def run(state: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
             named = {f"{path}.weight": weight for path, weight in weights.items()}
@@ -79,80 +80,88 @@ class BlockJob:
 
         refine = self.method.refine
         assert refine is not None
-        found = refine(Refining(solved, entered, list(hidden.original), run))
-        for path, share in {**solved, **found}.items():
-            self._linear(path).weight.data = share.decoded.to(self._linear(path).weight.dtype)
-            on_linear(path, share)
+        found = refine(Refining(solved, entered, list(activations.original), run))
+        for path, final in {**solved, **found}.items():
+            self._linear(path).weight.data = final.decoded.to(self._linear(path).weight.dtype)
+            on_linear(path, final)
         for batch, state in enumerate(entered):
-            hidden.quantized[batch] = model.run(self.index, state, arguments)
+            activations.quantized[batch] = model.run(self.index, state, arguments)
 
-    # -- GPTQ: groups in the order they run, each seeing the groups before it already quantized
+    # -- GPTQ: input groups in execution order; each is calibrated behind quantized earlier groups
 
-    def _solve_in_order(self, hidden: Hidden, on_linear: OnLinear) -> None:
+    def _solve_in_order(self, activations: Activations, on_linear: OnLinear) -> None:
         model, block = self.model, self.model.blocks[self.index]
-        found = self._anatomy(hidden)
-        settled = {linear.path for linear in model.linears(self.index)} - set(self.paths)
-        walk, beside = (
-            Walk(model, self.index, module, states, self._arguments(), found, set(settled))
+        found = self._structure(activations)
+        final = {linear.path for linear in model.linears(self.index)} - set(self.paths)
+        quantized, original = (
+            BlockRunner(model, self.index, module, states, self._arguments(), found, set(final))
             for module, states in (
-                (block, hidden.quantized),
-                (copy.deepcopy(block), hidden.original),
+                (block, activations.quantized),
+                (copy.deepcopy(block), activations.original),
             )
         )
         groups = [[path for path in group if path in self.paths] for group in found.groups]
         seen = {path for group in groups for path in group}
-        # Last come experts that no token of the first sequence reached.
+        # Experts that no token of the first sequence reached come last, each alone.
         groups = [group for group in groups if group] + [[p] for p in self.paths if p not in seen]
         for paths in groups:
-            statistics = self._compare(paths, walk, beside, paths is groups[-1])
-            self._settle(paths, self._weights(paths), statistics, on_linear)
-            walk.settle(paths)
-        walk.finish()
+            statistics = self._compare(paths, quantized, original, paths is groups[-1])
+            self._quantize(paths, self._weights(paths), statistics, on_linear)
+            quantized.mark_final(paths)
+        quantized.finish()
         if not groups:
-            beside.finish()
+            original.finish()
 
-    def _compare(self, paths: list[str], walk: Walk, beside: Walk, last: bool) -> Statistics:
-        """Inputs of a group in the block as it is now, next to those in the original block."""
+    def _compare(
+        self, paths: list[str], quantized: BlockRunner, original: BlockRunner, last: bool
+    ) -> Statistics:
+        """Statistics of a group's input in the block quantized so far, and of its difference to the
+        input in the original block."""
         statistics = Statistics(self._linear(paths[0]).in_features, self.model.device)
-        beside.settled.update(paths)
-        for batch in range(len(walk.states)):
-            x = walk.input(batch, paths[0])
-            y = beside.input_and_on(batch, paths[0], to_the_end=last)
-            # An expert may see other tokens in the two models; then there is nothing to compare.
+        original.final.update(paths)
+        for batch in range(len(quantized.states)):
+            x = quantized.input(batch, paths[0])
+            y = original.input_and_continue(batch, paths[0], whole_block=last)
+            # The two models may route different tokens to an expert: their inputs cannot be
+            # compared.
             if x is not None:
                 statistics.add(x, y if y is not None and y.shape == x.shape else None)
         return statistics
 
-    def _anatomy(self, hidden: Hidden) -> Anatomy:
-        return anatomy(self.model, self.index, hidden.quantized[0][:1], self._arguments())
+    def _structure(self, activations: Activations) -> BlockStructure:
+        return probe_structure(
+            self.model, self.index, activations.quantized[0][:1], self._arguments()
+        )
 
-    # -- AWQ: all statistics first, then scales folded into the layers before, then rounding
+    # -- AWQ: collect all statistics, fold scales into the preceding layers, then round
 
-    def _solve_together(self, hidden: Hidden, on_linear: OnLinear) -> None:
+    def _solve_together(self, activations: Activations, on_linear: OnLinear) -> None:
         model, arguments = self.model, self._arguments()
-        groups = self._anatomy(hidden).groups
+        groups = self._structure(activations).groups
         statistics = [Statistics(self._linear(g[0]).in_features, model.device) for g in groups]
         see = {g[0]: s.add for g, s in zip(groups, statistics, strict=True)}
-        with listen(model.blocks[self.index], see):
-            for state in hidden.quantized:
+        with observe_inputs(model.blocks[self.index], see):
+            for state in activations.quantized:
                 model.run(self.index, state, arguments)
         masters = {path: self._weights([path]) for path in self.paths}
         for group, known in zip(groups, statistics, strict=True):
             if self.method.folds and all(path in self.paths for path in group):
-                self._fold(group, known, masters, hidden.quantized[0][:1])
+                self._fold(group, known, masters, activations.quantized[0][:1])
         for group, known in zip(groups, statistics, strict=True):
             for path in (path for path in group if path in self.paths):
-                self._settle([path], masters.pop(path), known, on_linear)
+                self._quantize([path], masters.pop(path), known, on_linear)
         for path, weight in masters.items():
-            self._settle([path], weight, None, on_linear)
-        for batch, state in enumerate(hidden.quantized):  # in place: one list, not two
-            hidden.quantized[batch] = model.run(self.index, state, arguments)
+            self._quantize([path], weight, None, on_linear)
+        for batch, state in enumerate(
+            activations.quantized
+        ):  # in place, so that inputs are freed as outputs are made
+            activations.quantized[batch] = model.run(self.index, state, arguments)
 
     def _fold(
         self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
     ) -> None:
-        """Scale the columns of `group` up and the layer that makes their input down, where the
-        block allows it."""
+        """AWQ's scales: multiply the columns of `group` by a factor and divide the outputs of the
+        layer that produces their input by it, if fold_source finds such a layer."""
         source = fold_source(self.model, self.index, group, probe, self._arguments())
         if source is None:
             return
@@ -177,10 +186,10 @@ class BlockJob:
 
     # -- shared
 
-    def _settle(
+    def _quantize(
         self, paths: list[str], weight: Tensor, statistics: Statistics | None, on_linear: OnLinear
     ) -> None:
-        """Solve linears stacked along n and give each its share."""
+        """Quantize linears stacked along n, split the result, and load the decoded weights."""
         solved: Solved = quantizer(self.scheme).quantize(
             self.scheme, weight, statistics, self.method.name, self.stored_dtype
         )
@@ -188,19 +197,20 @@ class BlockJob:
         for path in paths:
             module = self._linear(path)
             end = start + module.out_features
-            share = solved.rows(start, end)
-            module.weight.data = share.decoded.to(module.weight.dtype)
-            on_linear(path, share)
+            part = solved.rows(start, end)
+            module.weight.data = part.decoded.to(module.weight.dtype)
+            on_linear(path, part)
             start = end
 
     def _weights(self, paths: list[str]) -> Tensor:
-        """Stacked fp32 weights as the checkpoint has them, before any other cast."""
+        """The checkpoint's weights in fp32, stacked along n, without rounding to the compute
+        dtype."""
         return torch.cat([self._weight(path) for path in paths])
 
     def _weight(self, path: str) -> Tensor:
         model, name = self.model, f"{self.model.block_prefix(self.index)}{path}.weight"
         stored = model.checkpoint.entries[model.stored[name]].dtype
-        if model.dtype in (stored, torch.float32):  # the block has it exactly, until it is settled
+        if model.dtype in (stored, torch.float32):  # exact in the block until it is quantized
             return self._linear(path).weight.data.float()
         return model.read(model.stored[name], model.device).float()
 

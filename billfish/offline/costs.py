@@ -1,7 +1,8 @@
-"""What a job will cost in memory, disk and time: estimates, and marked so.
+"""Estimates what a job will need in memory, disk and time.
 
-Sums over shapes, divided by rates that half a second of work gives: two matrix products, and a
-small layer solved by the very solver that the job will use. Knows nothing of files but their sizes.
+Operation counts are summed over the layers' shapes and divided by rates measured in half a second:
+those of two matrix products, and of small layers quantized by the job's own solver. Of files only
+sizes are used.
 """
 
 import time
@@ -18,41 +19,44 @@ from billfish.schemes.registry import quantizer
 from billfish.solvers.statistics import Statistics
 
 NOTE = "Estimates, from shapes and a short measurement on this machine; they may be off by half."
-WEIGHT_COPIES = 5  # fp32 matrices as large as the weights being solved that are held at once
-HESSIAN_COPIES = 8  # sums and means of Hessian and drift, damped, factors
-PROCESS = 5 * 10**8  # bytes of Python with torch and transformers, measured
+WEIGHT_COPIES = 5  # fp32 copies of the weights being quantized that exist at once
+HESSIAN_COPIES = 8  # (k, k) fp32 matrices at once: Hessian, drift, damped copies, factors
+PROCESS = 5 * 10**8  # bytes of a process with torch and transformers, measured
 DISK = 5 * 10**8  # bytes a second, assumed
-PROBES, DEPTH = (256, 1024), 512  # n of two small layers, and their k but for whole groups
-PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the product that is timed
+PROBES, DEPTH = (256, 1024), 512  # n of two small layers; the least k, the scheme may need more
+PRODUCT = {"cpu": 1024, "cuda": 4096}  # m = n = k of the timed product
 PROBE_SECONDS = 0.1  # of each product
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear and its fate."""
+    """One linear, and how the job and tensor parallelism treat it."""
 
     module: str
     n: int
     k: int
-    skip: str | None  # why it stays as it is
-    way: str | None  # what tensor parallelism cuts: n, 2n (two halves), k, whole; None: unknown
+    skip: str | None  # why it is not quantized
+    # Dimension that tensor parallelism splits: n, 2n (two stacked halves), k; whole: replicated;
+    # None: unknown.
+    tp_axis: str | None
 
 
 @dataclass(frozen=True)
 class Rates:
     fp32: float  # flops a second
-    running: float  # the same in the type of the calibration passes
-    solver: float  # seconds a weight, besides its products
-    column: float  # seconds a column, whatever its length
+    running: float  # flops a second in the compute dtype of the calibration passes
+    solver: float  # seconds a weight, without matrix products
+    column: float  # seconds a column, independent of n
 
 
 def input_groups(linears: list[Linear], prefix: str) -> list[tuple[int, int]]:
-    """(n stacked, k) of the linears of a block that read one input, as far as names tell: those of
-    one parent with one k, but those cut along k, which read what others of that parent made."""
+    """(sum of n, k) of the linears of a block that share an input, guessed from names: those with
+    the same parent and k. A linear that is split along k (o_proj, down_proj) reads the others'
+    outputs and is a group of its own."""
     groups: dict[tuple[str, int], int] = {}
     for linear in linears:
         if linear.skip is None and linear.module.startswith(prefix):
-            parent = linear.module if linear.way == "k" else linear.module.rpartition(".")[0]
+            parent = linear.module if linear.tp_axis == "k" else linear.module.rpartition(".")[0]
             groups[parent, linear.k] = groups.get((parent, linear.k), 0) + linear.n
     return [(n, k) for (_, k), n in groups.items()]
 
@@ -62,12 +66,12 @@ def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -
     groups = [input_groups(linears, prefix) for prefix in prefixes]
     config = task.model.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None) or max(linear.k for linear in linears)
-    twice = 2 if task.request.how.follows_original else 1  # it follows the original model too
+    twice = 2 if task.request.how.follows_original else 1  # the original's activations, too
     activations = tokens * hidden * task.dtype.itemsize * twice
     memory = estimate_memory(task, linears, groups, activations)
     companions = [task.source.path / name for name in COPIED]
     result = bytes_after + sum(path.stat().st_size for path in companions if path.is_file())
-    disk = {"result": result, "job": 2 * activations}  # of two blocks for a moment
+    disk = {"result": result, "job": 2 * activations}  # old and new activations exist for a moment
     return {
         "note": NOTE,
         "memory_bytes": memory.pop("peak"),
@@ -95,18 +99,18 @@ def estimate_memory(
     elif method.follows_original:
         block, statistics = 2 * once, widest**2 * 4 * HESSIAN_COPIES
         solved = max(n * k for n, k in every)
-    else:  # fp32: a copy of the block to try folds in, and its weights; Hessians of all its inputs
+    else:  # fp32: a copy of the block to test folds, and its weights; Hessians of all inputs
         block, solved = once + max(blocks) * 8, max(n * k for n, k in every)
         statistics = max(sum(k * k for _, k in inputs) for inputs in groups) * 4 + 3 * widest**2 * 4
     solver = solved * 4 * WEIGHT_COPIES
     embeddings = (sum(counts.values()) - sum(blocks)) * width
-    # Reading a tensor and looking for NaN takes two more copies of it and a byte a number.
+    # Reading a tensor and checking it for NaN takes two more copies of it and a byte an element.
     prefix = model.prefix + "."
     inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
     outside = [entry for name, entry in task.source.entries.items() if name not in inside]
     embeddings += max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
-    # Embeddings and one block make the first activations; then blocks are solved, for which GPTQ
-    # keeps what their attention gives; after each, the activations are saved.
+    # Peak of three phases: embeddings and one block compute the first activations; a block is
+    # quantized, while GPTQ caches the output of its attention; activations are saved.
     kept = activations if method.follows_original else 0
     phases = (embeddings + once, block + solver + statistics + kept, once + activations)
     return {
@@ -147,12 +151,12 @@ def estimate_time(
 
 
 def measure(task: Task) -> Rates:
-    """On the job's device, with the threads it will have."""
+    """Measured on the job's device with the job's number of threads."""
     device, method, scheme = task.model.device, task.request.how, task.scheme
     k = next((k for k in range(DEPTH, 2 * DEPTH) if not scheme.refuses(PROBES[0], k)), DEPTH)
 
     def seconds(call: Callable[[], object], at_least: float) -> float:
-        """Of one call, after one that warms up."""
+        """Mean time of a call after one warm-up call."""
         call()
         wait(device)
         started, count = time.perf_counter(), 0
@@ -175,7 +179,7 @@ def measure(task: Task) -> Rates:
         known.add(x, x + 0.01 if method.follows_original else None)
 
     def solve(n: int) -> float:
-        """Seconds of a layer, besides its products."""
+        """Seconds to quantize an (n, k) layer, without matrix products."""
         weight = torch.randn(n, k, device=device, generator=source)
 
         def once() -> None:

@@ -1,13 +1,13 @@
-"""The offline driver: read, calibrate block by block, quantize, write, resume.
+"""The offline driver: reads, calibrates block by block, quantizes, writes, resumes.
 
-It holds one block, its statistics and the calibration activations, never the model. After each
-block its shard, its report and the activations that enter the next block are on disk under their
-final names, so a job killed at any moment goes on at the block it was in, and ends with the same
-bytes as one that was never stopped.
+It holds one block, its statistics and the calibration activations, never the whole model. After a
+block, its shard, its report and (not after every block) its output activations are on disk under
+their final names. A job killed at any moment resumes from the last saved activations and ends with
+the same bytes as a job that was never stopped.
 
-    out/model-00001-of-000NN.safetensors   what is outside the blocks
+    out/model-00001-of-000NN.safetensors   tensors outside the blocks
     out/model-0000i-of-000NN.safetensors   block i - 2
-    out/.billfish/                         the job while it runs: settings, reports, activations
+    out/.billfish/                         while the job runs: settings, reports, activations
 """
 
 import shutil
@@ -27,20 +27,20 @@ from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.errors import UserError
 from billfish.models.blocks import Arguments
 from billfish.models.compute import name_of
+from billfish.offline.activations import Activations
 from billfish.offline.block import BlockJob
-from billfish.offline.hidden import Hidden
 from billfish.offline.kv import write_kv_file
 from billfish.offline.provenance import versions
 from billfish.offline.request import Progress, QuantizeRequest
-from billfish.offline.streaming import Writes, return_freed_memory
+from billfish.offline.streaming import BackgroundWriter, return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import Calibration
 from billfish.schemes.base import Solved, bits_per_weight
 from billfish.schemes.registry import fields
 
 REPORT = "quantization_report.json"
-# That pass a block together. A CPU's products are at their best with these, and what is added and
-# multiplied between them still fits a cache; a GPU wants more.
+# Tokens of a batch in the calibration passes. On a CPU this many give matrix products their full
+# speed while elementwise operations still fit in cache; a GPU needs more to be busy.
 TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
@@ -50,17 +50,18 @@ OnProgress = Callable[[Progress], None]
 def quantize(
     request: QuantizeRequest, resume: bool = True, on_progress: OnProgress | None = None
 ) -> dict[str, Any]:
-    """Quantize a checkpoint directory into another one; the report.
+    """Quantize a checkpoint directory into `request.output`; returns the report.
 
-    `resume`: an unfinished job of the same request goes on, a finished one is left as it is, and
-    anything else that is there is refused. Otherwise: start over.
+    With `resume` an unfinished job of the same request continues, the report of a finished one is
+    returned, and any other output directory that is not empty is refused. Without it the job starts
+    over: what Billfish wrote there is deleted.
     """
     started = time.monotonic()
     if request.output is None:
         raise UserError("quantize: no output directory is given.")
     task = Task(request, Checkpoint(request.model))
     job = Job(task, request.output)
-    data = task.read_calibration()  # a text that cannot be read is told before anything is written
+    data = task.read_calibration()  # raises before anything is written
     if not job.open(resume):
         job.run(data, on_progress or (lambda progress: None))
     report = read_json(request.output / REPORT)
@@ -72,7 +73,7 @@ def quantize(
 
 
 class Job:
-    """A task and the directory that it fills."""
+    """Runs a task and writes its output directory."""
 
     def __init__(self, task: Task, output: Path) -> None:
         self.task, self.output, self.state = task, output, output / JOB
@@ -83,7 +84,8 @@ class Job:
     # -- resuming
 
     def open(self, resume: bool) -> bool:
-        """Make or find the output directory; True if it is finished already."""
+        """Create the output directory, or check that the one there can be resumed; True if that one
+        is finished."""
         manifest, report = self.output / files.MANIFEST, self.output / REPORT
         ours, finished = (self.state / SETTINGS).exists(), manifest.exists()
         if not resume and self.output.exists():
@@ -92,12 +94,17 @@ class Job:
                     f"{self.output}: was not made by Billfish; --fresh will not delete it. "
                     "Choose another --output."
                 )
-            proofs = (manifest, self.state)  # go last: stopped in between, --fresh can go on
+            proofs = (
+                manifest,
+                self.state,
+            )  # deleted last: a --fresh that was stopped can be repeated
             for path in sorted(self.output.iterdir(), key=lambda path: path in proofs):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         elif finished and report.exists():
             self.task.same_job(read_json(report).get("fingerprint", {}), self.output)
-            shutil.rmtree(self.state, ignore_errors=True)  # killed between the manifest and this
+            shutil.rmtree(
+                self.state, ignore_errors=True
+            )  # left by a job killed right after its manifest
             return True
         elif ours:
             self.task.same_job(read_json(self.state / SETTINGS), self.output)
@@ -115,67 +122,74 @@ class Job:
         return False
 
     def _untouched(self) -> bool:
-        """An empty directory, or one in which a job died before it had written its settings."""
+        """Whether the directory is empty but for a job that died before it wrote its settings."""
         return self.output.is_dir() and all(path == self.state for path in self.output.iterdir())
 
     # -- running
 
     def run(self, data: Calibration | None, on_progress: OnProgress) -> None:
         blocks = len(self.model.blocks)
-        first = self._first()
-        hidden, arguments = self._enter(first, data)
+        first = self._first_block()
+        activations, arguments = self._activations_before(first, data)
         if not self._shard(0).exists():
             self._write_outside()
         self.model.model.eval()
         return_freed_memory()
         started = time.monotonic()
-        with Writes(at_once=self.device.type == "cpu") as writes:
+        with BackgroundWriter(synchronous=self.device.type == "cpu") as writes:
             for index in range(first, blocks):
-                write = self._run_block(index, hidden, arguments, on_progress)
-                writes(partial(write, index + 1 < blocks and writes.may_be_large))
+                write = self._run_block(index, activations, arguments, on_progress)
+                writes(partial(write, index + 1 < blocks and writes.accepts_large))
                 return_freed_memory()
                 pace = (time.monotonic() - started) / (index - first + 1)
                 left = pace * (blocks - index - 1)
                 on_progress(Progress(index, blocks, seconds_left=left))
         self._finish(data)
 
-    def _first(self) -> int:
-        """The block to begin with: behind the finished ones, as far as their activations are
-        there."""
+    def _first_block(self) -> int:
+        """The block to start with: the first unfinished one, or an earlier one if the activations
+        before it were not saved."""
         blocks = len(self.model.blocks)
         ready = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
         if ready == blocks or not self.request.how.needs_data:
             return ready
-        return max((index for index in Hidden.saved(self.state) if index <= ready), default=0)
+        return max((index for index in Activations.saved(self.state) if index <= ready), default=0)
 
-    def _enter(self, first: int, data: Calibration | None) -> tuple[Hidden, Arguments | None]:
-        """Activations before block `first`: from the embeddings, or as the stopped job left
-        them."""
+    def _activations_before(
+        self, first: int, data: Calibration | None
+    ) -> tuple[Activations, Arguments | None]:
+        """Inputs of block `first`, computed from the embeddings or saved by the stopped job, and
+        the other arguments of the blocks."""
         if data is None or first == len(self.model.blocks):
-            return Hidden([]), None
+            return Activations([]), None
         quantized, arguments = self.model.first_inputs(data.batches(TOKENS[self.model.device.type]))
         if first:
-            return Hidden.load(self.state, first, self.device), arguments
+            return Activations.load(self.state, first, self.device), arguments
         original = list(quantized) if self.request.how.follows_original else []
-        return Hidden(quantized, original), arguments
+        return Activations(quantized, original), arguments
 
     def _run_block(
-        self, index: int, hidden: Hidden, arguments: Arguments | None, on_progress: OnProgress
+        self,
+        index: int,
+        activations: Activations,
+        arguments: Arguments | None,
+        on_progress: OnProgress,
     ) -> Callable[[bool], None]:
-        """Solves one block; what is returned writes it, and, if told, the activations behind it."""
+        """Quantize one block. Returns a function that writes its shard and report and, if called
+        with True, its output activations."""
         request, model = self.request, self.model
         prefix = model.block_prefix(index)
         model.fill(prefix)
         linears = {linear.path: linear for linear in model.linears(index)}
         paths = [path for path in linears if prefix + path not in self.task.skipped]
         packed: dict[str, Tensor] = {}
-        settled: set[str] = set()
+        quantized: set[str] = set()
         layers: list[dict[str, Any]] = []
 
-        def settle(path: str, solved: Solved) -> None:
+        def collect(path: str, solved: Solved) -> None:
             linear = linears[path]
             module = linear.weight.removesuffix(".weight")
-            settled.add(linear.weight)
+            quantized.add(linear.weight)
             tensors = solved.tensors()
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
             bits = bits_per_weight(self.scheme, linear.n, linear.k, self.stored_dtype)
@@ -194,16 +208,16 @@ class Job:
 
         job = BlockJob(model, index, paths, self.scheme, request.how, self.stored_dtype, arguments)
         with torch.no_grad():
-            job.solve(hidden, settle)
-        tensors = self._block_tensors(index, packed, settled)
-        left = hidden.copy()
+            job.solve(activations, collect)
+        tensors = self._block_tensors(index, packed, quantized)
+        outputs = activations.copy()
         model.drop(prefix)
 
         def write(save: bool) -> None:
             files.write_shard(self._shard(index + 1), tensors)
-            older = Hidden.saved(self.state)
+            older = Activations.saved(self.state)
             if save and arguments is not None:
-                left.save(self.state, index + 1)
+                outputs.save(self.state, index + 1)
             files.write_json(self._block_report(index), {"layers": layers})
             if save:
                 for path in older.values():
@@ -241,10 +255,10 @@ class Job:
         )
 
     def _block_tensors(
-        self, index: int, packed: dict[str, Tensor], settled: set[str]
+        self, index: int, packed: dict[str, Tensor], quantized: set[str]
     ) -> dict[str, Tensor]:
-        """Packed linears, and everything else as the source has it; what AWQ has scaled, as it is
-        now, in the type that calibration computes in."""
+        """Tensors of the block's shard: packed linears, and the others as the source stores them.
+        Those that AWQ has scaled are taken from the block, in its compute dtype."""
         prefix = self.model.block_prefix(index)
         parameters = {
             stored: self.model.model.get_parameter(name)
@@ -253,7 +267,7 @@ class Job:
         }
         tensors = dict(packed)
         for name in self.model.stored_block(index):
-            if name not in settled:
+            if name not in quantized:
                 tensor = self.model.read(name)
                 now = parameters[name].data.cpu() if name in parameters else tensor
                 if not torch.equal(now, tensor.to(now.dtype)):
@@ -296,7 +310,7 @@ class Job:
             "versions": versions(),
             "fingerprint": self.task.fingerprint(),
         }
-        if request.kv is not None:  # the finished model reads the text, as the engine runs it
+        if request.kv is not None:  # the quantized model runs the calibration text as in the engine
             report["kv"] = write_kv_file(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype
             )

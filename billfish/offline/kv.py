@@ -1,7 +1,7 @@
-"""What a 4-bit KV cache needs to know of K and V, written beside a checkpoint: `quantize --kv kv4`.
+"""Calibrates the 4-bit KV cache and stores the result in the checkpoint: `quantize --kv kv4`.
 
-The finished model runs over the calibration text as in the engine. Two 4-bit formats come from it:
-the rotation of K (kv4), and COMET's ranges of every channel (kv4-channel).
+The quantized model runs the calibration text as the engine would. The file serves two cache
+formats: the rotation of K (kv4), and COMET's range of every channel (kv4-channel).
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ from billfish.models.decoder import Decoder, family_of
 from billfish.models.load import load
 from billfish.offline.text import Calibration, calibration
 
-SAMPLES = 8  # sequences of 512 tokens: twice what a model without the file uses when it loads
+SAMPLES = 8  # texts of 512 tokens: twice as many as the engine takes when it calibrates itself
 
 
 def check_kv(model: Any, tokenizer: Any, data: str, seed: int) -> None:
-    """Raises, before any work, what would stop write_kv_file after it."""
+    """Raise before quantizing what would make the KV calibration fail after it."""
     family_of(model)
     _calibration(data, tokenizer, model.config.max_position_embeddings, seed)
 
@@ -34,7 +34,7 @@ def _calibration(data: str, tokenizer: Any, context: int, seed: int) -> Calibrat
 def write_kv_file(
     path: Path, data: str, seed: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns what the report says of it."""
+    """Calibrate, write KV_FILE, and return the entry for the report."""
     model, tokenizer = load(path, dtype, device)
     decoder = Decoder.of(model)
     shape = decoder.shape

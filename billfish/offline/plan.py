@@ -1,8 +1,8 @@
-"""What quantizing would do, before any work: sizes, true bits, tensor parallelism, estimated costs.
+"""`billfish plan`: sizes, true bits a weight, tensor parallelism and estimated costs of a job.
 
-Sizes are exact: the scheme says what it stores before data exists. Whatever the job would refuse is
-refused here, by building the job and reading its calibration text; only the weights themselves are
-not read. Results are plain dicts; nothing is written.
+Sizes are exact, because a scheme says what it stores for a shape. Building the task and reading the
+calibration text raises here whatever the job would refuse, except for bad weights, which are not
+read. Results are plain dicts; nothing is written.
 """
 
 import re
@@ -25,7 +25,7 @@ MEMORY = Path("/proc/meminfo")
 
 
 def plan(request: QuantizeRequest) -> dict[str, Any]:
-    """Raises what the job would raise; writes nothing."""
+    """Report the job; raises what the job would raise."""
     source = Checkpoint(request.model)
     task = Task(request, source)
     data = task.read_calibration()
@@ -79,14 +79,15 @@ def find_linears(task: Task) -> list[Linear]:
     text = model.config.get_text_config()
     styles = {**(getattr(text, "base_model_tp_plan", None) or {}), **(model._tp_plan or {})}
     return [
-        Linear(module, n, k, reason, parallel_way(module, styles))
-        for module, n, k, reason in task.linear_fates()
+        Linear(module, n, k, reason, tp_axis(module, styles))
+        for module, n, k, reason in task.select_linears()
     ]
 
 
-def parallel_way(module: str, styles: dict[str, str]) -> str | None:
-    """Which dimension a transformers TP plan cuts. Its names vary between versions (colwise_rep,
-    colwise_gather_output, rowwise_split_input), what they begin or end with does not."""
+def tp_axis(module: str, styles: dict[str, str]) -> str | None:
+    """The dimension that a transformers TP plan splits (Linear.tp_axis). Names of styles vary
+    between versions (colwise_rep, colwise_gather_output, rowwise_split_input); only their stable
+    part is compared."""
     name = "." + re.sub(r"\.\d+(?=\.|$)", ".*", module)
     style = next((style for key, style in styles.items() if name.endswith("." + key)), "")
     if "colwise" in style:
@@ -123,12 +124,12 @@ def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
 
 
 def result_bytes(task: Task) -> dict[str, int]:
-    """Bytes of what each tensor of the source becomes."""
+    """Tensor of the source -> its bytes in the result."""
     packed = {
         task.model.stored[f"{module}.weight"]: sum(
             spec.nbytes for spec in task.scheme.tensors(n, k, task.stored_dtype).values()
         )
-        for module, n, k, skip in task.linear_fates()
+        for module, n, k, skip in task.select_linears()
         if skip is None
     }
     return {
@@ -145,25 +146,25 @@ def result_bytes(task: Task) -> dict[str, int]:
 
 
 def obstacle(linear: Linear, tp: int, scheme: Scheme) -> str | None:
-    """Why a linear cannot be cut into `tp` shards as its model is cut, or None."""
-    if tp == 1 or linear.way == "whole":
+    """Why a linear cannot be split into `tp` shards along its tp_axis, or None."""
+    if tp == 1 or linear.tp_axis == "whole":
         return None
     packed = scheme if linear.skip is None else None
-    pieces = 2 if linear.way == "2n" else 1
-    along_n = None if linear.way == "k" else cut_obstacle(linear.n, tp * pieces, 0, packed)
-    along_k = None if linear.way in ("n", "2n") else cut_obstacle(linear.k, tp, 1, packed)
+    pieces = 2 if linear.tp_axis == "2n" else 1
+    along_n = None if linear.tp_axis == "k" else cut_obstacle(linear.n, tp * pieces, 0, packed)
+    along_k = None if linear.tp_axis in ("n", "2n") else cut_obstacle(linear.k, tp, 1, packed)
     return along_n or along_k
 
 
 def cut_obstacle(size: int, parts: int, dim: int, scheme: Scheme | None) -> str | None:
-    """Of `size` outputs (dim 0) or inputs (dim 1) into equal parts."""
+    """Why `size` outputs (dim 0) or inputs (dim 1) cannot be split into equal parts, or None."""
     if size % parts:
         return f"its {size} {('outputs', 'inputs')[dim]} do not split into {parts}"
     return None if scheme is None else scheme.refuses_cut(dim, size // parts)
 
 
 def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:
-    """Degrees at which all blocks can be cut. What is outside them, engines pad or copy."""
+    """Degrees at which all blocks can be split. Engines pad or replicate embeddings and head."""
     reasons: dict[str, str] = {}
     config = task.model.model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -185,11 +186,11 @@ def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:
 
 
 def warnings(task: Task, estimates: dict[str, Any]) -> list[str]:
-    """What may stop the job although nothing refuses it, a sentence each."""
+    """Sentences about what may stop the job although it is not refused."""
     said = [task.warning] if task.warning else []
     output = task.request.output
     if output is not None:
-        said += taken(task, output)
+        said += output_warnings(task, output)
     output = output or Path()
     place = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     free, need = shutil.disk_usage(place).free, estimates["disk_bytes"]
@@ -204,8 +205,8 @@ def warnings(task: Task, estimates: dict[str, Any]) -> list[str]:
     return said
 
 
-def taken(task: Task, output: Path) -> list[str]:
-    """What must be said of a directory that is there already."""
+def output_warnings(task: Task, output: Path) -> list[str]:
+    """A warning if the output directory exists and is not empty."""
     state = output / JOB / SETTINGS
     if state.exists():
         task.same_job(read_json(state), output)
@@ -216,7 +217,7 @@ def taken(task: Task, output: Path) -> list[str]:
 
 
 def available_memory() -> int | None:
-    """Bytes that Linux says can be had without swapping; None elsewhere."""
+    """Bytes that Linux can give without swapping; None on other systems."""
     if not MEMORY.exists():
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)

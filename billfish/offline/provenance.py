@@ -1,6 +1,7 @@
-"""Where a result comes from: digests of the inputs and versions of what computed it.
+"""Provenance of a result: digests of the inputs and versions of the libraries that computed it.
 
-Two jobs with the same provenance and settings give the same bytes; the driver resumes only then.
+Jobs with equal provenance and settings give equal bytes; the driver resumes a job only if they are
+equal.
 """
 
 import hashlib
@@ -15,13 +16,14 @@ from billfish.version import __version__
 
 
 def data_digest(source: str) -> str:
-    """A calibration file by what is in it, not by where it lies; a name by itself."""
+    """Name and sha256 of a calibration file, wherever it is; the name of a hub data set."""
     path = Path(source).expanduser()
     return f"{path.name} {sha256(path)}" if path.is_file() else source
 
 
 def sampled_digest(paths: list[Path], pieces: int = 16, length: int = 4096) -> str:
-    """Pieces of every file, evenly spread: tells finetunes of one shape apart, reading little."""
+    """sha256 of evenly spaced pieces of every file: tells fine-tunes of one model apart without
+    reading all of it."""
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size

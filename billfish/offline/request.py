@@ -1,4 +1,4 @@
-"""What a quantizing job is asked for, and what it tells while it runs."""
+"""The request of a quantization job, and the progress that it reports."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,10 @@ from billfish.solvers.methods import METHODS, Method
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """All that decides the result. Equal requests on equal inputs give equal bytes."""
+    """Everything that determines the result: equal requests on equal inputs give equal bytes."""
 
     model: Path
-    output: Path | None = None  # `plan` needs none
+    output: Path | None = None  # None: `plan` only
     scheme: Scheme | Fitting = field(default_factory=lambda: from_options(DEFAULT, {}))
     method: str = "gptq"
     data: str = SAMPLE
@@ -26,11 +26,11 @@ class QuantizeRequest:
     seqlen: int = 1024
     seed: int = 0
     device: str = "cpu"
-    dtype: str | torch.dtype = "auto"  # that calibration computes in
-    # Of scales and of what stays unquantized; None: the model's, bf16 for an fp32 model.
+    dtype: str | torch.dtype = "auto"  # compute dtype of the calibration passes
+    # Dtype of stored scales and of tensors left unquantized; None: the model's, or bf16 for fp32.
     stored_dtype: torch.dtype | None = None
-    kv: str | None = None  # kv4: also calibrate the 4-bit cache, with the same text
-    allow_skipped: bool = False  # a group size that leaves many weights in 16 bits
+    kv: str | None = None  # kv4: also calibrate the 4-bit KV cache, on the same text
+    allow_skipped: bool = False  # accept a scheme that leaves many weights in 16 bits
 
     def __post_init__(self) -> None:
         if self.kv not in (None, "kv4"):
@@ -45,7 +45,7 @@ class QuantizeRequest:
 
 @dataclass(frozen=True)
 class Progress:
-    """Told to the caller after every linear and every block."""
+    """Reported after every linear and, with `linear` None, after every block."""
 
     block: int
     blocks: int

@@ -1,5 +1,5 @@
-"""What a job that streams asks of the system: files are written while it goes on, and memory that
-is free is given back.
+"""System services of a streaming job: files are written by a thread of their own, and freed memory
+goes back to the system.
 """
 
 import ctypes
@@ -9,25 +9,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-REST = (
-    5.0  # times the longest write between two large ones: a job spends little of its time on them
-)
+# Pause after a write, as a multiple of the longest write, before a large one: so that writing takes
+# a small share of a job's time.
+REST = 5.0
 
 
-class Writes:
-    """One after the other, behind the back of whoever asks; who asks next is told of a failure.
+class BackgroundWriter:
+    """Runs writes one after the other in a thread; a failure is raised by the next call or at exit.
 
-    `at_once`: in the asker's own time. On a CPU a second thread takes a core from the solver, and
-    what is written would be in memory beside what comes next.
+    `synchronous`: each call writes before it returns. For jobs on a CPU, where a second thread
+    would take a core from the solver, and pending tensors memory from the next block.
     """
 
-    def __init__(self, at_once: bool) -> None:
-        self._at_once, self._pool = at_once, ThreadPoolExecutor(1, "writes")
+    def __init__(self, synchronous: bool) -> None:
+        self._synchronous, self._pool = synchronous, ThreadPoolExecutor(1, "writes")
         self._given: list[Future[None]] = []
         self._longest, self._next = 0.0, 0.0
 
     def __call__(self, write: Callable[[], None]) -> None:
-        if self._at_once:
+        if self._synchronous:
             write()
         else:
             self._given = [future for future in self._given if not _ended(future)]
@@ -40,13 +40,14 @@ class Writes:
         self._next = time.monotonic() + REST * self._longest
 
     @property
-    def may_be_large(self) -> bool:
-        """Whether what could also be written later should be written now. A GPU solves a block of
-        SmolLM2 in a third of the time its activations take to a disk."""
+    def accepts_large(self) -> bool:
+        """Whether activations, which need not be saved after every block, should be saved now. A
+        GPU quantizes a block of SmolLM2 in a third of the time that saving its activations
+        takes."""
         idle = all(future.done() for future in self._given)
-        return self._at_once or (idle and time.monotonic() >= self._next)
+        return self._synchronous or (idle and time.monotonic() >= self._next)
 
-    def __enter__(self) -> "Writes":
+    def __enter__(self) -> "BackgroundWriter":
         return self
 
     def __exit__(
@@ -55,23 +56,24 @@ class Writes:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.shutdown()  # what was given is written, whatever made us leave
+        self._pool.shutdown()  # pending writes finish even after an exception
         if kind is None:
             for future in self._given:
                 future.result()
 
 
 def _ended(future: Future[None]) -> bool:
-    """Raises what it raised."""
+    """Whether it is done; raises its exception if it failed."""
     if future.done():
         future.result()
     return future.done()
 
 
 def return_freed_memory() -> None:
-    """Give freed tensors back to the system: glibc keeps the holes between blocks that come and go.
-    What passes need again and again stays below the threshold; mapping it anew each time costs a
-    third of a pass."""
+    """Return freed heap memory to the system: glibc keeps the holes that streamed blocks leave.
+
+    Tensors of 8 MB and more are mapped and unmapped one by one. Smaller ones, which every pass
+    allocates again, stay on the heap: mapping them each time costs a third of a pass."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.mallopt(M_MMAP_THRESHOLD, 2**23)

@@ -1,6 +1,5 @@
-"""What a job is about: the model, the scheme that fits it, which linears become few-bit and which
-stay, the calibration text, the types. Nothing is written here: `plan` looks at it, the driver runs
-it.
+"""A request resolved against its model: the scheme, the linears to quantize and those to skip, the
+dtypes, the calibration text. Writes nothing: `plan` reports a task, the driver runs it.
 """
 
 import hashlib
@@ -16,24 +15,24 @@ from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.compute import compute_dtype, device_of, name_of
 from billfish.models.load import rows_of
-from billfish.offline.fates import settle
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.selection import fit_scheme
 from billfish.offline.text import Calibration, calibration
 from billfish.schemes.registry import fields
 
 
 class Task:
-    """One request and its model: what will be done, before anything is."""
+    """One request and its model, checked before any work."""
 
     def __init__(self, request: QuantizeRequest, source: Checkpoint) -> None:
         self.request, self.source = request, source
         self.device = device_of(request.device)
         own = stored_dtype(source.path)
         self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
-        # On a GPU in fp32: activations of bf16 cost up to 0.1 perplexity (docs/LOG.md). fp16
-        # overflows, on a CPU, too.
+        # A GPU calibrates in fp32: bf16 activations cost up to 0.1 perplexity (docs/LOG.md). A CPU
+        # takes bf16 where that is fast, but never fp16, which overflows.
         narrow = self.device.type == "cpu" and self.stored_dtype != torch.float16
         wide = self.stored_dtype if narrow else torch.float32
         self.dtype = compute_dtype(wide, self.device, request.dtype)
@@ -41,22 +40,22 @@ class Task:
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
-        self.scheme, self.warning = settle(request.scheme, shapes, request.allow_skipped)
+        self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
         if request.method not in self.scheme.methods:
             raise UserError(
                 f"--method {request.method}: scheme {self.scheme.name} is made by "
                 f"{', '.join(self.scheme.methods)}."
             )
         self.skipped = {
-            name: reason for name, _, _, reason in self.linear_fates() if reason is not None
+            name: reason for name, _, _, reason in self.select_linears() if reason is not None
         }
-        if len(self.skipped) == len(self.linear_fates()):
+        if len(self.skipped) == len(self.select_linears()):
             raise UserError(
                 f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
             )
 
-    def linear_fates(self) -> list[tuple[str, int, int, str | None]]:
-        """(module, n, k, why it is skipped or None) of every linear, head included."""
+    def select_linears(self) -> list[tuple[str, int, int, str | None]]:
+        """(module, n, k, None or why it is not quantized) of every linear, the head included."""
         outside = "outside the blocks: kept in 16 bit"
         return [
             (name, n, k, self.scheme.refuses(n, k) if inside else outside)
@@ -64,7 +63,7 @@ class Task:
         ]
 
     def _linears(self) -> list[tuple[str, int, int, bool]]:
-        """(module, n, k, whether it is in a block)"""
+        """(module, n, k, whether it is in a block) of every linear."""
         blocks = self.model.prefix + "."
         return [
             (name, module.out_features, module.in_features, name.startswith(blocks))
@@ -93,7 +92,7 @@ class Task:
         return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for two runs to give the same bytes."""
+        """Everything that must be equal for two runs to give the same bytes."""
         request = self.request
         shards = sorted({entry.file for entry in self.source.entries.values()})
         header = json.dumps(
@@ -118,7 +117,7 @@ class Task:
         }
 
     def same_job(self, before: dict[str, Any], where: Path) -> None:
-        """Raises unless `before`, the fingerprint of what is in `where`, is this one's."""
+        """Raise unless `before`, the fingerprint of the job in `where`, equals this task's."""
         now = self.fingerprint()
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:

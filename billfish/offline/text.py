@@ -1,8 +1,8 @@
-"""Calibration text -> token sequences: a local .txt, .jsonl or .parquet, a hub data set, or the
-shipped sample.
+"""Calibration text -> token sequences, from a local .txt, .jsonl or .parquet file, a hub data set,
+or the sample that the package ships.
 
-Documents keep their length up to `seqlen` (MARLIN 3.5 (b): sequences of different lengths in one
-run); a long document is cut into windows. Which windows are taken depends on the seed alone.
+Documents longer than `seqlen` are split into windows; shorter ones keep their length (MARLIN 3.5
+(b): sequences of different lengths in one run). The seed alone decides which windows are used.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from billfish.errors import UserError
 
-SAMPLE = "sample"  # the text the package ships
-MIN_TOKENS = 16  # a shorter document says nothing about attention
+SAMPLE = "sample"  # name of the shipped text
+MIN_TOKENS = 16  # shorter documents tell nothing about attention
 MIN_TOTAL = 256
 
 
@@ -33,7 +33,8 @@ class Calibration:
         return sum(len(sequence) for sequence in self.sequences)
 
     def batches(self, tokens: int) -> list[Tensor]:
-        """(batch, length) each, of sequences of one length: up to `tokens`, or one sequence."""
+        """(batch, length) token ids; a batch holds sequences of one length, `tokens` tokens at most
+        or one sequence."""
         by_length: dict[int, list[Tensor]] = {}
         for sequence in self.sequences:
             by_length.setdefault(len(sequence), []).append(sequence)
@@ -54,7 +55,7 @@ def calibration(source: str, tokenizer: Any, nsamples: int, seqlen: int, seed: i
     for document in documents:
         ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64)
         windows += [window for window in torch.split(ids, seqlen) if len(window) >= MIN_TOKENS]
-        if len(windows) >= 16 * nsamples:  # plenty to choose from; a data set may have no end
+        if len(windows) >= 16 * nsamples:  # enough to choose from; a data set may be endless
             break
     total = sum(len(window) for window in windows)
     if total < MIN_TOTAL:
@@ -81,7 +82,7 @@ def read_documents(source: str) -> list[str]:
         raise UserError(f"{path}: is a directory; give one .txt, .jsonl or .parquet file.")
     if path.suffix == ".jsonl":
         documents = []
-        # Not splitlines(): JSON strings may hold U+2028 and others that it takes for line ends.
+        # Not splitlines(): it also splits at U+2028 and others, which JSON strings may contain.
         for number, line in enumerate(_read_text(path).split("\n"), 1):
             if line.strip():
                 documents.append(_text_of(line, path, number))
@@ -107,7 +108,7 @@ def _read_text(path: Path) -> str:
 def _text_of(line: str, path: Path, number: int) -> str:
     try:
         text = json.loads(line)["text"]
-        text.encode()  # only a string can, and only one without half a surrogate pair
+        text.encode()  # fails unless it is a string without lone surrogates
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f'{path}, line {number}: expected a JSON object whose "text" is a string.'

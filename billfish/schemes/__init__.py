@@ -1,4 +1,4 @@
-"""The registry: one folder and one line a scheme. Deleting both removes it and breaks nothing else.
+"""The registry: a scheme is one folder here and one line below. Deleting both removes the scheme.
 
 Planned peers, not yet written: w4a16_24 (2:4 sparse), w2416 (2/4/16 bit in one matrix), w4ax
 (W4A4/W4A8).

@@ -1,9 +1,9 @@
-"""The seam: what a scheme says of itself, what runs it, what a solver makes for it.
+"""The interface of quantization schemes.
 
 A Scheme is a frozen dataclass of its parameters. A LinearOp is one way to run it on one kind of
-device; it takes canonical tensors (those of the checkpoint), arranges them once, and can give them
-back unchanged. A Family is what one folder under schemes/ gives to the registry. Nothing here, and
-nothing in the rooms below, knows a scheme by name.
+device: it takes the canonical tensors (those of the checkpoint), converts them once to its own
+layout, and can return them unchanged. A Family is what one folder under schemes/ exports to the
+registry. The rest of the package uses these interfaces and names no scheme.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,21 @@ from billfish.kernels.jit import Program
 
 Tensors = Mapping[str, Tensor]
 Shape = tuple[int, int]  # n, k
-Options = Mapping[str, Any]  # what a user said of a scheme's parameters: bits, group_size, ...
+Options = Mapping[str, Any]  # parameters given by a user: bits, group_size, ...
 
 
 class Scheme(Protocol):
-    name: ClassVar[str]  # = folder = CLI value = name in a config
-    methods: ClassVar[tuple[str, ...]]  # solvers (solvers/methods.py) that can make it
+    name: ClassVar[str]  # also its folder, its CLI value and its name in configs
+    methods: ClassVar[tuple[str, ...]]  # names from solvers/methods.py that can quantize to it
 
     @classmethod
     def from_options(cls, options: Options) -> "Scheme | Fitting":
-        """The scheme that a user asks for; a Fitting where a parameter follows from the model.
-        Raises a UserError for an option it does not have, or a value that it cannot take."""
+        """The scheme with these parameters, or a Fitting if one of them depends on the model.
+        Raises a UserError for an unknown option or an invalid value."""
 
     @classmethod
     def examples(cls) -> list["Scheme"]:
-        """With parameters of every kind: what tests of all schemes run over."""
+        """Instances that cover all kinds of parameters, for the tests that run over all schemes."""
 
     def describe(self) -> str:
         """Its parameters in a few words, for tables: "4 bit g128 sym"."""
@@ -40,139 +40,144 @@ class Scheme(Protocol):
     # -- what is stored
 
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """What one (n, k) linear stores when the model runs in `dtype`, before data exists."""
+        """Canonical tensors of an (n, k) linear of a model in `dtype`: names, shapes and dtypes."""
 
     def size(self, tensors: Tensors) -> Shape:
-        """(n, k) of a linear's canonical tensors."""
+        """(n, k) of a linear, from its canonical tensors."""
 
     def refuses(self, n: int, k: int) -> str | None:
-        """Why such a linear stays in 16 bits, in a few words."""
+        """Why an (n, k) linear cannot be quantized and stays in 16 bits, in a few words; or
+        None."""
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[str, str]:
-        """Of a model with linears that it refuses: what does not fit, and what would."""
+        """For a model with linears that it refuses: which parameter does not fit, and which
+        would."""
 
     def refuses_cut(self, dim: int, at: int) -> str | None:
-        """Why shards of tensor parallelism cannot meet at output (dim 0) or input (dim 1) `at`."""
+        """Why a layer cannot be split for tensor parallelism before output (dim 0) or input (dim 1)
+        `at`; or None."""
 
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
-        """Canonical tensors of outputs (dim 0) or inputs (dim 1) [begin, end); a UserError with the
-        sentence of refuses_cut where they cannot be cut there."""
+        """Canonical tensors of outputs (dim 0) or inputs (dim 1) [begin, end). Raises a UserError
+        with the reason from refuses_cut if the layer cannot be split there."""
 
     def random_tensors(
         self, n: int, k: int, dtype: torch.dtype, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Canonical tensors of random weights with a standard deviation of about STD, drawn on the
-        generator's device: what benchmarks run."""
+        """Canonical tensors of random weights with a standard deviation of about STD, made on the
+        generator's device, for benchmarks."""
 
     # -- what it means
 
     def dequantize(self, tensors: Tensors) -> Tensor:
-        """The oracle of the weights: fp32 (n, k), columns in Hugging Face order."""
+        """The decoded weight, fp32 (n, k), columns in Hugging Face order: the oracle of all ops."""
 
     def reference(self, tensors: Tensors, x: Tensor) -> Tensor:
-        """The oracle of the product: (..., k) -> (..., n) in fp64. Where a scheme rounds
-        activations as well, this rounds them as its kernels do."""
+        """The product (..., k) -> (..., n) in fp64: the oracle of all ops. A scheme that quantizes
+        activations quantizes them here as its kernels do."""
 
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A scheme with a parameter that is left to the model."""
+    """A scheme with a parameter that depends on the model."""
 
     def fit(self, shapes: Sequence[Shape]) -> Scheme:
         """The scheme for a model with these linears."""
 
 
-STD = 0.02  # of random weights: what 80 layers add up stays far below what fp16 can hold
+STD = 0.02  # of random weights: activations of 80 layers stay far below fp16's maximum
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What a solver made of a weight, or of several stacked along n. Schemes add what they store:
-    `tensors` and `rows` are theirs."""
+    """Result of a solver for one weight, or for several stacked along n. Each scheme has a subclass
+    that adds what it stores and implements `rows` and `tensors`."""
 
-    decoded: Tensor  # (n, k) fp32: the weights that will run
-    energy: Tensor | None  # (n, 2): squared output error and squared output of each row
+    decoded: Tensor  # (n, k) fp32: the quantized weights
+    energy: Tensor | None  # (n, 2): squared error and squared norm of each output
     note: str | None
 
     @property
     def error(self) -> float | None:
-        """Relative squared error of the layer's output on the calibration inputs; None: no data."""
+        """Relative squared error of the layer's output on the calibration inputs; None without
+        data."""
         if self.energy is None:
             return None
         lost, total = self.energy.double().sum(0).tolist()
         return float(lost / total) if total else 0.0
 
     def rows(self, start: int, end: int) -> Self:
-        """Those of one linear of a stack."""
+        """The result for rows [start, end): one linear of a stack."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Canonical tensors."""
+        """The canonical tensors."""
         raise NotImplementedError
 
 
 class LinearOp(Protocol):
     name: ClassVar[str]
-    by_name: ClassVar[bool]  # never by `auto`: it computes something less than the scheme says
-    batch_invariant: ClassVar[bool]  # a row's bits depend on no other row, nor on their number
-    # What it multiplies: "x", the activations in their own type; or a name of its own for what
-    # `prepare` makes of them, which linears of one input share (models/joined.py).
+    by_name: ClassVar[bool]  # never chosen by `auto`, because it is less exact than the scheme
+    batch_invariant: ClassVar[bool]  # a row's result does not depend on the batch it is in
+    # Its input: "x", the activations in their own dtype; or a name for the result of `prepare`,
+    # which linears that share an input can share, too (models/joined.py).
     takes: ClassVar[str]
 
     @classmethod
     def refuses(cls, scheme: Any, n: int, k: int, device: torch.device) -> str | None:
-        """Why this op cannot run such a layer there, in a sentence a user can act on."""
+        """Why this op cannot run an (n, k) layer there, as advice to the user; or None."""
 
     @classmethod
     def programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
-        """CUDA kernels that layers of the scheme, in a model of `dtype`, can need on `arch`."""
+        """CUDA kernels that layers of this scheme in a model of `dtype` may need on `arch`."""
 
     def __init__(self, scheme: Any, tensors: Tensors) -> None:
-        """Arranges, once. `tensors` may be freed afterwards."""
+        """Convert the tensors to the op's layout. The caller may free them afterwards."""
 
     @classmethod
     def tolerance(cls, scheme: Any, tensors: Tensors, x: Tensor) -> float:
-        """By how much an output may be off from `Scheme.reference`, beside what rounding the
-        result and summing in x's type cost: for tests."""
+        """For tests: the largest error of an output against `Scheme.reference`, besides rounding
+        and summing in x's dtype."""
 
     def prepare(self, x: Tensor) -> Any:
-        """What it takes, made of activations. Ops with the same `takes` make the same of one x."""
+        """Convert activations to its input; the result depends on `takes` and x alone."""
 
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
-        """(..., k) -> (..., n), in x's dtype; `bias` is (n,). x may be what `prepare` made."""
+        """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
 
     def canonical(self) -> dict[str, Tensor]:
-        """The tensors it was made from, bit for bit."""
+        """The canonical tensors that it was made from, bit for bit."""
 
     def nbytes(self) -> int:
-        """Bytes it keeps in memory."""
+        """Bytes that it takes in memory."""
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> "LinearOp | None":
-        """One op of this class for all the outputs of several, which take the same input: their
-        words lie in it one after the other and become views, so nothing is stored twice. None
-        where they do not fit together; then nothing has changed."""
+        """One op for the concatenated outputs of several ops that share an input. Their tensors
+        become views of the joined ones, so nothing is stored twice. None if they cannot be joined;
+        then they are unchanged."""
 
     @classmethod
     def gate(cls, ops: Sequence[Any]) -> "GatedOp | None":
-        """A gate and an up layer (or one that is both, gates first) as an op that applies SwiGLU;
-        None where it has no kernel for it. The layers must run with its parts from then on."""
+        """A gate and an up layer (or one fused layer, gates first) as one op that applies SwiGLU;
+        None if there is no such kernel. The layers must use its `parts` as their ops from then
+        on."""
 
 
 class GatedOp(Protocol):
     @property
     def parts(self) -> Sequence[LinearOp]:
-        """An op for each layer that it was made of."""
+        """The ops of the layers that it was made from."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., k) -> (..., n / 2): silu(gate) * up, each rounded to x's dtype on its way."""
+        """(..., k) -> (..., n / 2): silu(gate) * up; gate and up are first rounded to x's dtype."""
 
     def both(self, x: Tensor) -> Tensor:
         """(..., k) -> (..., n): all gates, then all ups."""
 
 
 class Op:
-    """What most ops have in common; a LinearOp overrides what it does otherwise."""
+    """Defaults for ops."""
 
     by_name: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
@@ -191,17 +196,17 @@ class Op:
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> Any:
-        """Its layers stay single."""
+        """Not supported."""
         return None
 
     @classmethod
     def gate(cls, ops: Sequence[Any]) -> Any:
-        """It has no such kernel."""
+        """Not supported."""
         return None
 
 
 class Reference(Op):
-    """The oracle as an op, for any scheme: obviously right, slow, runs anywhere."""
+    """Scheme.reference as an op: simple, slow, runs on any device."""
 
     name: ClassVar[str] = "reference"
 
@@ -225,21 +230,21 @@ class Reference(Op):
 
 @dataclass(frozen=True)
 class Family:
-    """A scheme as its folder gives it: one line of the registry."""
+    """A scheme's entry in the registry, exported by its folder."""
 
     scheme: type[Any]  # a Scheme
     ops: tuple[type[Any], ...]  # LinearOps, fastest first; the reference last
-    # Module with quantize(scheme, weight, statistics, method, dtype) -> Solved and, for awq,
-    # search_fold(...). By name: it brings the solvers, which nothing that serves a token imports.
+    # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved and, for
+    # awq, search_fold(...). A name, because the module imports solvers, which inference never does.
     quantizer: str
-    # Dialects (schemes/dialect.py): public formats that hold its numbers, the one that we write
-    # first; none: our own.
+    # Public checkpoint formats (schemes/dialect.py) that can store it; Billfish writes the first.
+    # If there is none it writes its own (checkpoints/own.py).
     dialects: tuple[type[Any], ...] = ()
     tuner: str | None = None  # module with search(): `billfish bench tune`
 
 
 def watched(x: Tensor) -> bool:
-    """A compiler, a dispatch mode or autograd wants to see the operator."""
+    """Whether torch.compile, a dispatch mode or autograd must see a torch operator."""
     return (
         torch.compiler.is_compiling()
         or x.requires_grad
@@ -249,11 +254,11 @@ def watched(x: Tensor) -> bool:
 
 
 def together(parts: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """One tensor of all parts, and the parts as views of it."""
+    """The concatenated parts, and each part as a view of them."""
     whole = torch.cat(list(parts), dim)
     return whole, list(torch.split(whole, [part.shape[dim] for part in parts], dim))
 
 
 def bits_per_weight(scheme: Scheme, n: int, k: int, dtype: torch.dtype) -> float:
-    """True cost: codes, scales, zeros, whatever is stored, as bytes on disk."""
+    """Bits on disk for each weight, including scales, zeros and whatever else is stored."""
     return sum(spec.nbytes for spec in scheme.tensors(n, k, dtype).values()) * 8 / (n * k)

@@ -1,9 +1,9 @@
-"""What a checkpoint format must say so that the rest of the house can read and write it.
+"""The interface of checkpoint formats ("dialects") for quantized weights.
 
-A dialect is another way to store the same numbers: its own names, words and quantization_config
-for the canonical tensors of a scheme. Integers, scales and zeros come through unchanged in both
-directions. It knows no files, and no modules beyond their names. Those of one scheme are in its
-folder; the one for all schemes, our own, is checkpoints/own.py.
+A dialect stores the numbers of a scheme's canonical tensors under other names and in other words,
+with a quantization_config of its own. Conversion in both directions keeps integers, scales and
+zeros unchanged. A dialect reads no files and knows modules by name only. Dialects of one scheme are
+in its folder; Billfish's own, for all schemes, is checkpoints/own.py.
 """
 
 import re
@@ -24,66 +24,68 @@ SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Dialect(Protocol):
-    """For schemes of one family, or of all; `scheme` is one of these wherever it is an argument."""
+    """A format for the schemes of one family or of all; `scheme` arguments are such schemes."""
 
     name: ClassVar[str]
-    known_as: ClassVar[str]  # in lists of what can be read
-    words: ClassVar[str]  # the tensor of the codes: a module that has it in a file is packed
-    kinds: ClassVar[Mapping[str, str]]  # its tensors -> packed, scales or zeros, for `inspect`
+    known_as: ClassVar[str]  # its name in error messages
+    words: ClassVar[str]  # the tensor of codes: a module that has it is packed
+    kinds: ClassVar[Mapping[str, str]]  # tensor -> packed, scales or zeros, for `inspect`
     optional: ClassVar[frozenset[str]]  # tensors of stored() that a file may lack
-    writable: ClassVar[bool]  # `convert --to` it
-    zero_scales: ClassVar[bool]  # files with scales of 0 are whole: their writers left them
-    legacy_config: ClassVar[str | None]  # a second file that holds its config
+    writable: ClassVar[bool]  # whether `convert --to` can write it
+    zero_scales: ClassVar[bool]  # its writers may leave scales of 0, so `verify` accepts them
+    legacy_config: ClassVar[str | None]  # name of a second file with its config
 
     @staticmethod
     def claims(config: Config) -> bool:
-        """Whether a quantization_config is written in it."""
+        """Whether a quantization_config belongs to this dialect."""
 
     @classmethod
     def read(cls, config: Config) -> "Dialect":
-        """Raises a UserError that names what cannot be read."""
+        """The dialect with the settings of a config; raises a UserError for unsupported ones."""
 
     @property
     def label(self) -> str:
-        """Its name with its version, where there are several."""
+        """Its name, with a version if there are several."""
 
     def scheme(self, module: str) -> Any:
-        """How the config says this linear is stored; None: not quantized."""
+        """The scheme of this linear according to the config; None: not quantized."""
 
     def stored(self, scheme: Any, n: int, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """The tensors of one (n, k) linear in the file, scales in `dtype`."""
+        """The tensors of an (n, k) linear in the file, with scales in `dtype`."""
 
     def size(self, scheme: Any, stored: Tensors) -> tuple[int, int]:
-        """(n, k) of a stored linear. The words may be on the meta device."""
+        """(n, k) of a stored linear. Its large tensors may be on the meta device."""
 
-    def settle(self, scheme: Any, stored: Tensors) -> Any:
-        """The scheme this layer really has, where the config leaves it open. Words may be meta."""
+    def resolve_scheme(self, scheme: Any, stored: Tensors) -> Any:
+        """The scheme of this layer, if its tensors decide what the config leaves open. Large
+        tensors may be on the meta device."""
 
     def to_canonical(self, scheme: Any, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
-        """Canonical tensors of a settled scheme; a UserError where `stored` does not fit it."""
+        """The canonical tensors; raises a UserError if `stored` does not fit the resolved
+        scheme."""
 
     def from_canonical(self, scheme: Any, tensors: Tensors) -> dict[str, Tensor]:
-        """The inverse; raises a UserError where the dialect cannot say it."""
+        """The inverse; raises a UserError if the dialect cannot store the layer."""
 
     @staticmethod
     def refuses(module: str, scheme: Any, n: int, k: int) -> str | None:
-        """Why this dialect cannot store such a layer, in a sentence a user can act on."""
+        """Why this dialect cannot store such a layer, as advice to the user; or None."""
 
     @staticmethod
     def config(schemes: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-        """Its quantization_config for these modules; `ignore` are the linears left as they are."""
+        """The quantization_config for these modules; `ignore` are the dense linears."""
 
     @staticmethod
     def config_of_all(scheme: Any, ignore: Sequence[str]) -> dict[str, Any]:
-        """The same where every linear has one scheme, but those in `ignore`."""
+        """The same if all linears except those in `ignore` have one scheme."""
 
     @staticmethod
     def notes(schemes: Iterable[Any]) -> list[str]:
-        """What a user should know of a model that is written in it, in sentences."""
+        """Sentences that a user should read when a model is written in this dialect."""
 
 
 class Plain:
-    """What most dialects have in common."""
+    """Defaults for dialects."""
 
     name: ClassVar[str]
     optional: ClassVar[frozenset[str]] = frozenset()
@@ -95,7 +97,7 @@ class Plain:
     def label(self) -> str:
         return self.name
 
-    def settle(self, scheme: Any, stored: Tensors) -> Any:
+    def resolve_scheme(self, scheme: Any, stored: Tensors) -> Any:
         return scheme
 
     @staticmethod
@@ -108,8 +110,8 @@ class Plain:
 
 
 def method_of(config: Config) -> str | None:
-    """A config's quant_method; of a legacy quantize_config.json, which does not name it, a guess
-    from what it says."""
+    """A config's quant_method. A legacy quantize_config.json does not name it; then it is guessed
+    from the keys."""
     method = config.get("quant_method") or config.get("method")
     if method:
         return str(method)
@@ -119,7 +121,7 @@ def method_of(config: Config) -> str | None:
 
 
 def check_stored(dialect: Dialect, scheme: Any, stored: Tensors, n: int, k: int) -> None:
-    """Raises where a tensor is missing, is not what `dialect.stored` says, or is not finite."""
+    """Raise if a tensor is missing, differs from `dialect.stored`, or is not finite."""
     if n < 1 or k < 1:
         raise UserError(f"its size is {n} x {k}. The tensor that says so is damaged.")
     dtype = next((t.dtype for t in stored.values() if t.is_floating_point()), torch.float16)
@@ -150,7 +152,7 @@ def check_stored(dialect: Dialect, scheme: Any, stored: Tensors, n: int, k: int)
 
 
 def refuse_unknown(dialect: Dialect, scheme: Any, found: Iterable[str]) -> None:
-    """Raises for a tensor of a packed layer that nobody reads: it may change what is computed."""
+    """Raise if a packed layer has a tensor that is not read: it might change the result."""
     known = {*dialect.stored(scheme, 0, 0, torch.float16), "bias"}
     unknown = sorted(set(found) - known)
     if unknown:
@@ -161,14 +163,14 @@ def refuse_unknown(dialect: Dialect, scheme: Any, found: Iterable[str]) -> None:
 
 
 def common_scheme(schemes: Mapping[str, S]) -> S:
-    """The scheme of most modules: what a config says once, the others being exceptions."""
+    """The most frequent scheme: a config states it once and lists the others as exceptions."""
     if not schemes:
         raise UserError("there is no quantized linear to write a quantization_config for.")
     return Counter(schemes.values()).most_common(1)[0][0]
 
 
 def pattern(expression: str) -> Callable[[str], bool]:
-    """A config's regular expression, matched from the start of the name as every writer does."""
+    """A predicate for a config's regular expression, which matches at the start of a name."""
     try:
         compiled = re.compile(expression)
     except re.error as error:
@@ -179,7 +181,7 @@ def pattern(expression: str) -> Callable[[str], bool]:
 
 
 def integer(config: Config, *names: str) -> int:
-    """The first of `names` that the config has, which must be an integer."""
+    """The first of `names` that the config has; raises unless it is an integer."""
     for name in names:
         if config.get(name) is not None:
             value = config[name]
@@ -199,7 +201,7 @@ def flag(config: Config, name: str, default: bool) -> bool:
 
 
 def section(config: Config, name: str) -> Config:
-    """A part of the config that is an object of its own; absent and null are empty."""
+    """An object in the config; empty if absent or null."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise UserError(f"quantization_config: {name} is {value!r}, expected an object.")
@@ -207,7 +209,7 @@ def section(config: Config, name: str) -> Config:
 
 
 def names(config: Config, name: str) -> list[str]:
-    """A list of strings, nested or not; absent and null are empty."""
+    """A possibly nested list of strings, flattened; empty if absent or null."""
     return list(_flatten(config.get(name) or [], name))
 
 

@@ -1,4 +1,4 @@
-"""What the other rooms ask of the registry: a scheme by name, its ops, kernels and solver."""
+"""Lookups in the registry: a scheme by name, its ops, kernels and quantizer."""
 
 import dataclasses
 import importlib
@@ -27,19 +27,19 @@ def from_options(name: str, options: Options) -> Scheme | Fitting:
 
 
 def with_options(name: str, **wanted: Any) -> Scheme:
-    """For benchmarks, which sweep parameters over schemes: those of `wanted` that it has."""
+    """A scheme with those parameters in `wanted` that it has: benchmarks sweep over schemes."""
     has = {field.name for field in dataclasses.fields(family(name).scheme)}
     made = from_options(name, {key: value for key, value in wanted.items() if key in has})
     return made.fit([]) if isinstance(made, Fitting) else made
 
 
 def fields(scheme: Scheme) -> dict[str, Any]:
-    """Name and parameters, as reports and configs write them."""
+    """Name and parameters of a scheme, for reports and configs."""
     return {"name": scheme.name, **dataclasses.asdict(scheme)}  # type: ignore[call-overload]
 
 
 def from_fields(written: dict[str, Any]) -> Scheme:
-    """The inverse; a UserError where they are not those of a scheme."""
+    """The inverse; raises a UserError if they do not describe a scheme."""
     parameters = dict(written)
     known = family(str(parameters.pop("name", None))).scheme
     try:
@@ -50,12 +50,12 @@ def from_fields(written: dict[str, Any]) -> Scheme:
 
 
 def quantizer(scheme: Scheme) -> Any:
-    """The module of the solver; offline alone."""
+    """The module that quantizes to this scheme; for offline use, as it imports solvers."""
     return importlib.import_module(family(scheme.name).quantizer)
 
 
 def ops_of(scheme: Scheme) -> tuple[type[LinearOp], ...]:
-    """Fastest first; the reference last."""
+    """The ops, fastest first; the reference last."""
     return family(scheme.name).ops
 
 
@@ -67,11 +67,10 @@ def choose_op(
     op: str = "auto",
     batch_invariant: bool = False,
 ) -> type[LinearOp]:
-    """The op that will run one layer; called once per layer at load, never per call.
+    """The op for one layer; called once when the layer is loaded.
 
-    `auto` takes the first op that does not refuse, but never the reference: nothing drops to a slow
-    path in silence. Nor one that runs `by_name` alone: it computes something less than the scheme
-    says.
+    `auto` takes the first op that does not refuse. It never takes the reference, so that no layer
+    silently runs slowly, nor an op that is `by_name`, because that is less exact than the scheme.
     """
     ops = ops_of(scheme)
     if op != "auto":
@@ -105,7 +104,7 @@ def choose_op(
 
 
 def programs(schemes: Iterable[Scheme], dtype: torch.dtype, arch: str) -> list[Program]:
-    """Every kernel that layers of these schemes, in a model of `dtype`, can need on such a GPU."""
+    """All CUDA kernels that layers of these schemes in a model of `dtype` may need on `arch`."""
     wanted = {
         program: None
         for scheme in schemes
@@ -121,7 +120,8 @@ def compile_kernels(
     device: torch.device,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Compile what layers of these schemes will need, side by side; a no-op once it is cached."""
+    """Compile, in parallel, the kernels that layers of these schemes will need and that are not
+    cached."""
     if device.type == "cuda":
         arch = gpu(device).arch
         jit.build_all(programs(schemes, dtype, arch), arch, say)

@@ -1,1 +1,1 @@
-"""How codes are chosen. Offline: nothing that serves a token imports this room."""
+"""Algorithms that choose codes: GPTQ, AWQ, clipping search. No inference code imports them."""

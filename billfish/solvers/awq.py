@@ -1,10 +1,9 @@
-"""AWQ: channels with large inputs are scaled up before rounding, and the layer before is scaled
-down to match.
+"""AWQ: weights of input channels with large activations are scaled up before rounding, and the
+preceding layer's outputs are scaled down to match.
 
-QUICK's users have models made this way. The scale of channel j is magnitude_j^a / mean|w_j|^b; the
-exponents are searched. The error of a candidate is that of the layer's output, tr(E H E^T), taken
-from the Hessian, so that no activations need to be kept. Clipping is searched afterwards by
-solvers/clip.py.
+The scale of channel j is magnitude_j^a / mean|w_j|^b; the exponents are searched. A candidate is
+judged by the squared error of the layer's output, tr(E H E^T), computed from the Hessian, so that
+no activations need to be kept. solvers/clip.py searches the clipping afterwards.
 """
 
 import torch
@@ -18,15 +17,15 @@ COARSE_CLIP = (1.0, 0.85, 0.7)
 
 
 def search_fold(
-    weight: Tensor,  # (n, k) fp32: all linears that read this input, stacked
+    weight: Tensor,  # (n, k) fp32: all linears that share this input, stacked
     hessian: Tensor,  # (k, k) fp32
     magnitude: Tensor,  # (k,) mean |x|
-    share: Tensor,  # (k,) int64: channels with one value must get one scale (grouped-query heads)
+    share: Tensor,  # (k,) int64: channels with equal values share a scale (grouped-query attention)
     grid: Grid,
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(k,) fp32 by which the columns are to be multiplied; all ones where nothing beats that."""
+    """(k,) fp32: the factor of each column; all ones if no candidate has a smaller error."""
     columns = weight.abs().mean(0).clamp(min=1e-6)
     magnitude = magnitude.clamp(min=1e-6)
     best = torch.ones_like(magnitude)
@@ -42,7 +41,7 @@ def search_fold(
 
 
 def _shared(factor: Tensor, share: Tensor) -> Tensor:
-    """Mean over the channels that must agree, in log space."""
+    """Replace factors of channels that share a scale by their geometric mean."""
     count = int(share.max()) + 1
     total = torch.zeros(count, device=factor.device).index_add_(0, share, factor.log())
     members = torch.zeros(count, device=factor.device).index_add_(0, share, torch.ones_like(factor))

@@ -1,13 +1,12 @@
-"""GPTQ as MARLIN 3.5 has it: one column after the other is rounded, and the columns not yet rounded
-absorb its error through the inverse Hessian.
+"""GPTQ as in MARLIN 3.5: columns are rounded one after the other, with error feedback to the
+columns not yet rounded through the inverse Hessian.
 
-Activation order is static: columns are solved by decreasing H diagonal, but keep their place and
-their group, so the checkpoint needs no g_idx and shards freely. Scales come from solvers/clip.py
-before the first column. A Hessian that will not factor is damped up a ladder, then tried in fp64,
-and then the caller is told (None).
+Activation order is static: columns are rounded by decreasing diagonal of H, but keep their place
+and their group, so the checkpoint needs no g_idx. solvers/clip.py chooses the scales beforehand. If
+the Hessian cannot be factored, more and more damping is tried, then fp64; then the result is None.
 
-Beyond the paper: `undrift` moves the target so that the layer also undoes part of what the
-quantized layers before it did to its input. It is worth more than everything else here
+Beyond the paper, `undrift` changes the target weight so that the layer also compensates part of the
+error that quantized layers before it caused in its input. It gains more than everything else here
 (docs/LOG.md, 2026-11-15).
 """
 
@@ -21,25 +20,25 @@ from torch import Tensor
 from billfish.formats.grid import Grid
 from billfish.kernels.feedback import round_columns
 
-DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean diagonal
-# How much of the drift to undo. SmolLM2, g64, WikiText-2 valid, means of three seeds, 4-bit
-# symmetric: 0.25 -> 21.27, 0.5 -> 21.04, 0.75 -> 21.04, 1 -> 21.12; 3-bit asymmetric, of two seeds:
-# 0.5 -> 25.55, 0.75 -> 25.74, 1 -> 26.27.
+DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)  # times the mean of the diagonal
+# Share of the drift to compensate. Perplexity of SmolLM2, g64, WikiText-2 valid, means of three
+# seeds, 4-bit symmetric: 0.25 -> 21.27, 0.5 -> 21.04, 0.75 -> 21.04, 1 -> 21.12; 3-bit asymmetric,
+# of two seeds: 0.5 -> 25.55, 0.75 -> 25.74, 1 -> 26.27.
 UNDRIFT = 0.5
-BLOCK = 128  # columns updated together; the rest of the matrix follows in one matmul
+BLOCK = 128  # columns rounded before the columns after them are updated by one matmul
 
 
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
-    """Upper Cholesky factor U of the damped inverse (H^-1 = U^T U), and a note if it took more than
-    the first try. None: even fp64 with full damping fails (NaN or Inf inside).
+    """Upper Cholesky factor U of the damped inverse (H^-1 = U^T U), and a note if the first attempt
+    failed. None if even fp64 with full damping fails (H holds NaN or Inf).
 
-    With rows and columns in reverse H is L L^T; reversed again that is H = R R^T, R upper
-    triangular, and U is R^-1: one factorization and one triangular solve, no inverse of H.
+    H with rows and columns reversed is L L^T. Reversing L gives H = R R^T with R upper triangular,
+    and U = R^-1: one factorization and one triangular solve, without inverting H.
     """
     for dtype in (torch.float32, torch.float64):
         mean = hessian.diagonal().to(dtype).mean()
         for damping in DAMPING:
-            # One k x k matrix is 0.8 GB at k = 14336, so each is dropped as soon as it has served.
+            # A k x k matrix has 0.8 GB at k = 14336, so each is freed as early as possible.
             factor = hessian.flip(0, 1).to(dtype)
             factor.diagonal().add_(damping * mean)
             factor, failed = torch.linalg.cholesky_ex(factor)
@@ -57,7 +56,7 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
 
 @dataclass(frozen=True)
 class Factor:
-    """What all rows of a weight share: the order of columns and how errors spread in that order."""
+    """Shared by all rows of a weight: the order of columns and the error feedback in that order."""
 
     order: Tensor  # (k,) int64
     upper: Tensor  # (k, k) fp32
@@ -65,10 +64,10 @@ class Factor:
 
     @staticmethod
     def of(hessian: Tensor, together: int = 1) -> "Factor | None":
-        """None when the Hessian cannot be factored. `together`: neighbouring columns that a rounder
-        takes at once, and that stay neighbours in the order."""
-        # Inputs that are never on: any code does, their weight cannot matter. They get the mean of
-        # the others and not 1, which would drown small activations in damping.
+        """None if the Hessian cannot be factored. `together`: number of neighbouring columns that
+        the rounder takes at once; they stay neighbours in the order."""
+        # Inputs that are always zero: their weights do not matter. Their diagonal becomes the mean
+        # of the others, not 1, as damping relative to 1 would dominate small activations.
         diagonal = hessian.diagonal().clone()
         dead = diagonal == 0
         diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
@@ -85,14 +84,14 @@ class Factor:
 
 
 def undrift(weight: Tensor, factor: Factor, drift: Tensor) -> Tensor:
-    """(n, k): the weight to aim for behind quantized layers.
+    """(n, k): the target weight for an input x that quantized layers changed from y
+    (Statistics.drift).
 
-    The V whose product with the spoiled input x is nearest to W y, y the original input, minimises
-    |V x - W y|^2: V = W (y x^T) (x x^T)^-1 = W + W drift H^-1; we go UNDRIFT of the way. H^-1 is
-    U^T U of the factor. W itself where that is not finite.
+    |V x - W y|^2 is smallest for V = W (y x^T) (x x^T)^-1 = W + W drift H^-1, with H^-1 = U^T U
+    from the factor. The result is W + UNDRIFT (V - W), or W if that is not finite.
     """
     order, upper = factor.order, factor.upper
-    few = weight.shape[0] < weight.shape[1]  # rows: then all products are with them
+    few = weight.shape[0] < weight.shape[1]  # rows: then it is cheaper to multiply by W first
     step = weight @ drift if few else drift
     step = (step[:, order] @ upper.T @ upper)[:, torch.argsort(order)]
     target = weight + UNDRIFT * (step if few else weight @ step)
@@ -100,21 +99,23 @@ def undrift(weight: Tensor, factor: Factor, drift: Tensor) -> Tensor:
 
 
 class Rounder(Protocol):
-    """How the columns of one weight become codes: which grid each has, and whether they are rounded
-    one by one or several together (2:4 chooses two of four)."""
+    """Rounds columns of one weight: it decides each column's grid, and whether columns are rounded
+    one by one or several together (2:4 keeps two of four)."""
 
     def __call__(
         self,
-        block: Tensor,  # (columns, n) fp32, in the order in which they are solved; not kept
-        places: Tensor,  # (columns,) int64: which columns of the weight they are
-        spread: Tensor,  # (columns, columns) fp32, upper triangular: how errors spread
+        block: Tensor,  # (columns, n) fp32, in rounding order; may be overwritten
+        places: Tensor,  # (columns,) int64: their indices in the weight
+        spread: Tensor,  # (columns, columns) fp32: their diagonal block of Factor.upper
     ) -> tuple[Tensor, Tensor]:
-        """What is kept of each weight (codes, say), and the errors divided by the diagonal of
-        `spread`; both (columns, n) fp32. The columns behind take up the errors as they come."""
+        """The rounded weights (codes, for example), and their errors divided by the diagonal of
+        `spread`; both (columns, n) fp32. Within the block the rounder itself applies the error
+        feedback to later columns."""
 
 
 class GridRounder:
-    """One column after the other, on a uniform grid with a scale and a zero for each group."""
+    """Rounds columns one by one on a uniform grid with a scale and a zero for each group; gives
+    codes."""
 
     def __init__(self, grid: Grid, scale: Tensor, zero: Tensor, k: int) -> None:  # (n, g) each
         self.levels, self.size = grid.levels, k // scale.shape[1]
@@ -127,8 +128,8 @@ class GridRounder:
 
 @dataclass(frozen=True)
 class GroupRounder:
-    """`width` columns together, by any rule: (width, n) weights and their places -> decoded
-    weights, which are what is kept."""
+    """Rounds `width` columns together by any rule `nearest`: (width, n) weights and their indices
+    -> decoded weights, which are also the result."""
 
     width: int
     nearest: Callable[[Tensor, Tensor], Tensor]
@@ -138,22 +139,22 @@ class GroupRounder:
         for start in range(0, len(block), self.width):
             own = slice(start, start + self.width)
             kept[own] = self.nearest(block[own], places[own])
-            # Column after column, as if each were rounded alone to what was chosen together.
+            # The errors that rounding the columns one by one to these values would give.
             factor = spread[own, own].T
             errors[own] = torch.linalg.solve_triangular(factor, block[own] - kept[own], upper=False)
-            behind = start + self.width
-            block[behind:].addmm_(spread[own, behind:].T, errors[own], alpha=-1.0)
+            rest = start + self.width
+            block[rest:].addmm_(spread[own, rest:].T, errors[own], alpha=-1.0)
         return kept, errors
 
 
 def solve(
-    weight: Tensor,  # (n, k) fp32; rows are independent, so any slice of them gives the same codes
+    weight: Tensor,  # (n, k) fp32; rows are independent, so a slice of rows gives the same codes
     factor: Factor,
     rounder: Rounder,
 ) -> Tensor:
-    """(n, k) fp32: what the rounder keeps of each weight."""
+    """(n, k) fp32: the rounder's result for each weight."""
     k, order, upper = weight.shape[1], factor.order, factor.upper
-    # Transposed: a column, which is what every step reads and writes, is contiguous.
+    # Transposed, so that columns, which every step reads and writes, are contiguous.
     todo = weight.T[order]
     kept = torch.empty_like(todo)
     for start in range(0, k, BLOCK):

@@ -1,7 +1,7 @@
-"""The methods by name: what data each needs, what it follows, what it costs.
+"""The quantization methods by name, with what data each needs and what it costs.
 
-Which of them can make a scheme is the scheme's to say (`Scheme.methods`); how they run over a block
-is offline/block.py's.
+A scheme names the methods that can make it (`Scheme.methods`); offline/block.py runs them over a
+block.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,36 +13,37 @@ from typing import Any
 class Method:
     name: str
     needs_data: bool
-    # Beside the inputs behind quantized layers it sees the original model's, group after group.
+    # Input groups are solved in execution order, and the original model's inputs are compared with
+    # those of the quantized one.
     follows_original: bool = False
-    error_feedback: bool = False  # columns not yet rounded take up the errors of those that are
-    folds: bool = False  # scales of columns, folded into the layer before
-    # Last, before a block is settled: offline/block.py's Refining -> solved linears by path. It may
-    # ask for gradients.
+    error_feedback: bool = False  # columns not yet rounded compensate errors of those that are
+    folds: bool = False  # column scales are folded into the preceding layer
+    # Called when all linears of a block are quantized: offline/block.py's Refining -> better
+    # solutions by path. It may enable gradients to train them.
     refine: Callable[[Any], Mapping[str, Any]] | None = None
     # -- costs, for `plan`
-    forwards: float = 0.0  # block forwards of a calibration token
-    sums: float = 0.0  # (k, k) products a token: x x^T costs 0.65
-    flops: Callable[[int, int], float] = lambda n, k: 0.0  # of a solver's products, for (n, k)
+    forwards: float = 0.0  # forward passes of a block over the calibration tokens
+    sums: float = 0.0  # outer products of a token's inputs, in full (k, k): symmetric x x^T is 0.65
+    flops: Callable[[int, int], float] = lambda n, k: 0.0  # of the solver's matrix products
 
 
 def _gptq_flops(n: int, k: int) -> float:
-    """Spreading errors, the report, undoing drift (with the rows, or, if they are more than
-    columns, with a matrix of their own), the factor."""
+    """Error feedback and the report's errors; `undrift`, with whichever order of products is
+    cheaper; the factorization."""
     row = 2 * n * k * k
     drift = 3 * row if n < k else row + 4 * k**3
     return 2.5 * row + drift + 4 / 3 * k**3
 
 
 def _awq_flops(n: int, k: int) -> float:
-    """39 candidates, the clipping search and the report."""
+    """39 candidates of scales, the clipping search and the report's errors."""
     return 41 * 2 * n * k * k
 
 
 METHODS = {
     method.name: method
     for method in (
-        # Both models once, gate and up twice in one.
+        # A pass of both models; gate and up run twice in the quantized one.
         Method("gptq", True, True, True, forwards=2.6, sums=1.65, flops=_gptq_flops),
         Method("awq", True, folds=True, forwards=2.0, sums=0.65, flops=_awq_flops),
         Method("rtn", False),

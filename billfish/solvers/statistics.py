@@ -1,11 +1,11 @@
-"""What a solver needs to know of a layer's inputs, as means over all calibration tokens:
+"""Statistics of a layer's inputs for the solvers, as means over all calibration tokens:
 
-    hessian    x x^T          x  the input the layer sees behind already quantized layers
-    drift      (y - x) x^T    y  the input it saw in the original model
+    hessian    x x^T          x  the layer's input in the model quantized so far
+    drift      (y - x) x^T    y  its input in the original model
     magnitude  |x|
 
-Sequences of any length count by their tokens (MARLIN 3.5 (b)). One instance serves all linears that
-read the same input (q/k/v, gate/up).
+Sequences of different lengths are weighted by their tokens (MARLIN 3.5 (b)). One instance serves
+all linears that share an input (q/k/v, gate/up).
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-STRIPE = 512  # rows of x x^T summed together: four of them leave 3/8 of a symmetric matrix undone
+STRIPE = 512  # rows of x x^T in one product, from the diagonal on: with four stripes 3/8 are saved
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Statistics:
     def add(self, x: Tensor, original: Tensor | None = None) -> None:  # (..., k) any float dtype
         assert not self._averaged, "add() after the means were read"
         x = x.detach().reshape(-1, self.k).float()
-        for start in range(0, self.k, STRIPE):  # above the diagonal; _average mirrors it
+        for start in range(0, self.k, STRIPE):  # upper triangle only; _average mirrors it
             stripe = self._outer[start : start + STRIPE, start:]
             stripe.addmm_(x[:, start : start + STRIPE].T, x[:, start:])
         if original is not None:
@@ -42,7 +42,8 @@ class Statistics:
         self.tokens += x.shape[0]
 
     def _average(self) -> None:
-        """Sums become means in place, once: for a second k x k copy there is least room."""
+        """Turn the sums into means, once and in place: memory is short for a second k x k
+        matrix."""
         if not self._averaged:
             for start in range(0, self.k, STRIPE):
                 stop = start + STRIPE
@@ -68,7 +69,7 @@ class Statistics:
         return self._magnitude
 
     def rescale(self, factor: Tensor) -> None:  # (k,)
-        """As if every input had been multiplied by `factor`: AWQ folds it into the layer before."""
+        """Statistics of inputs multiplied by `factor`, which AWQ folds into the preceding layer."""
         for total in (self._outer, self._drift):
             if total is not None:
                 total *= factor[:, None] * factor[None, :]
@@ -76,7 +77,7 @@ class Statistics:
 
 
 def output_energy(weight: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:  # (n, 2)
-    """Per row: e^T H e of the error e = weight - decoded, and w^T H w of the weight."""
+    """For each row: e^T H e of the error e = weight - decoded, and w^T H w of the weight."""
     difference = weight - decoded
     lost = ((difference @ hessian) * difference).sum(1)
     return torch.stack([lost, ((weight @ hessian) * weight).sum(1)], dim=1)

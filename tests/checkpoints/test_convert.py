@@ -1,4 +1,4 @@
-"""convert between dialects: numbers unchanged, the result loads, and nothing half done is left."""
+"""convert between dialects: numbers are unchanged, the result loads, a failure leaves no files."""
 
 import json
 
@@ -54,7 +54,7 @@ def canonical_of(path):
                 for key, tensor in tensors.items()
                 if key.startswith(f"{module}.")
             }
-            scheme = dialect.settle(dialect.scheme(module), stored)
+            scheme = dialect.resolve_scheme(dialect.scheme(module), stored)
             n, k = dialect.size(scheme, stored)
             found[module] = scheme, dialect.to_canonical(scheme, stored, n, k)
     return found

@@ -161,7 +161,7 @@ def test_gptq_means_what_its_definition_says(bits, symmetric, has_g_idx, stored_
     offset = 1 if stored_as == "gptq" else 0
     assert torch.equal(decode_gptq(stored, bits, n, k, offset), scheme.dequantize(tensors))
     assert dialect.size(scheme, stored) == (n, k)
-    assert dialect.settle(scheme, stored) == scheme
+    assert dialect.resolve_scheme(scheme, stored) == scheme
     same(dialect.to_canonical(scheme, stored, n, k), tensors)
 
 
@@ -189,13 +189,13 @@ def test_trivial_g_idx_is_dropped_and_a_real_one_kept():
     assert dialect.scheme("x").has_g_idx
     scheme = W4A16(4, 32)
     stored = dialect.from_canonical(scheme, random_canonical(32, 64, scheme))
-    settled = dialect.settle(dialect.scheme("x"), stored)
-    assert not settled.has_g_idx
-    assert "weight_g_idx" not in dialect.to_canonical(settled, stored, 32, 64)
-    with pytest.raises(UserError, match="settle"):
+    resolved = dialect.resolve_scheme(dialect.scheme("x"), stored)
+    assert not resolved.has_g_idx
+    assert "weight_g_idx" not in dialect.to_canonical(resolved, stored, 32, 64)
+    with pytest.raises(UserError, match="resolve_scheme"):
         dialect.to_canonical(dialect.scheme("x"), stored, 32, 64)
     stored["g_idx"] = stored["g_idx"].flip(0)
-    assert dialect.settle(scheme, stored).has_g_idx
+    assert dialect.resolve_scheme(scheme, stored).has_g_idx
 
 
 def decode_awq(stored, n, k, group_size):
@@ -219,7 +219,7 @@ def test_awq_means_what_its_definition_says():
     stored = dialect.from_canonical(scheme, tensors)
     assert torch.equal(decode_awq(stored, 24, 64, 32), scheme.dequantize(tensors))
     assert dialect.size(scheme, stored) == (24, 64)
-    assert dialect.settle(scheme, stored) == dialect.scheme("x") == scheme
+    assert dialect.resolve_scheme(scheme, stored) == dialect.scheme("x") == scheme
     same(dialect.to_canonical(scheme, stored, 24, 64), tensors)
 
 
@@ -268,7 +268,7 @@ def test_marlin_means_what_its_kernel_does(k, group_size):
     groups = tensors["weight_scale"].shape[1]
     assert torch.equal(decode_marlin(stored, n, k, groups), scheme.dequantize(tensors))
     assert dialect.size(scheme, stored) == (n, k)
-    assert dialect.settle(scheme, stored) == dialect.scheme("x") == scheme
+    assert dialect.resolve_scheme(scheme, stored) == dialect.scheme("x") == scheme
     same(dialect.to_canonical(scheme, stored, n, k), tensors)
 
 

@@ -1,4 +1,4 @@
-"""What a dialect cannot read or say: every refusal."""
+"""Every refusal of a dialect to read a config or to store a layer."""
 
 import pytest
 from foreign_fixtures import marlin_tensors, random_canonical
@@ -163,11 +163,11 @@ def test_other_contradictions():
     with pytest.raises(UserError, match="overflow"):
         read_dialect(v1).to_canonical(ASYM, stored, 32, 64)
     dialect, stored = broken(GPTQ, SYM, drop("g_idx"))
-    same_scheme = dialect.settle(SYM, stored)
+    same_scheme = dialect.resolve_scheme(SYM, stored)
     assert same_scheme == SYM and "g_idx" not in stored
     dialect.to_canonical(SYM, stored, 32, 64)
     with pytest.raises(UserError, match="g_idx is missing although desc_act"):
-        dialect.settle(ORDERED, stored)
+        dialect.resolve_scheme(ORDERED, stored)
     with pytest.raises(UserError, match="weight_shape is missing"):
         read_dialect(ct()).size(SYM, {})
     with pytest.raises(UserError, match="whole 16 x 64 tiles"):

@@ -1,8 +1,8 @@
-"""Damaged checkpoints by the dice: every command gives a result or one clear message, in time.
+"""Fuzzing with damaged checkpoints: every command gives a result or one clear error, in time.
 
-A case is a number: it decides the checkpoint, what is broken (tests/damage.py) and the order of
-commands, and BILLFISH_FUZZ_CASE=number repeats it. The suite runs a few; `make fuzz` as many as
-BILLFISH_FUZZ says, others for every BILLFISH_FUZZ_SEED.
+A case is a number that seeds the checkpoint, the damage (tests/damage.py) and the order of
+commands; BILLFISH_FUZZ_CASE=number repeats it. The suite runs a few cases, `make fuzz`
+BILLFISH_FUZZ of them, others for every BILLFISH_FUZZ_SEED.
 """
 
 import faulthandler

@@ -1,5 +1,6 @@
-"""Golden bytes: what format version 1 writes for fixed numbers, by sha256, and what docs/FORMAT.md
-says of slices and versions. `python tests/checkpoints/test_golden.py` writes golden.json anew."""
+"""Golden bytes: sha256 of what format version 1 writes for fixed numbers, and the rules of
+docs/FORMAT.md for slices and versions. `python tests/checkpoints/test_golden.py` rewrites
+golden.json."""
 
 import hashlib
 import json

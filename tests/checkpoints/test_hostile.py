@@ -1,5 +1,5 @@
-"""Damaged and hostile checkpoints: one sentence that names the file or the tensor, in every
-command; and what transformers loads without loss keeps loading."""
+"""Damaged and hostile checkpoints give an error that names the file or the tensor, in every
+command; checkpoints that transformers loads without loss still load."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""inspect tells the truth about files, of every dialect."""
+"""inspect reports true sizes and contents, for every dialect."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""verify finds every kind of damage, names file and tensor, and complains of nothing else."""
+"""verify finds every kind of damage, names file and tensor, and reports no false problems."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The streamed model against the whole one, over architectures; folds; what is refused."""
+"""StreamedModel against the whole model, for many architectures; folds; refused models."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel, find_blocks
 from billfish.models.fold import find_reordering, fold_source
-from billfish.models.passes import anatomy
+from billfish.models.passes import probe_structure
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_linears_that_share_an_input_are_found(tmp_path, architecture, expected)
     model = stream(write_checkpoint(tmp_path / "model", architecture))
     hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
     model.fill(model.block_prefix(0))
-    groups = anatomy(model, 0, hidden[0], arguments).groups
+    groups = probe_structure(model, 0, hidden[0], arguments).groups
     leaves = [[path.rpartition(".")[2] for path in group] for group in groups]
     assert sorted(map(sorted, leaves)) == sorted(map(sorted, expected))
 
@@ -97,7 +97,7 @@ def test_scales_fold_only_where_the_block_stays_the_same(tmp_path, architecture,
     model = stream(write_checkpoint(tmp_path / "model", architecture))
     hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
     model.fill(model.block_prefix(0))
-    for group in anatomy(model, 0, hidden[0], arguments).groups:
+    for group in probe_structure(model, 0, hidden[0], arguments).groups:
         leaf = group[0].rpartition(".")[2]
         if leaf in expected:
             source = fold_source(model, 0, group, hidden[0], arguments)
@@ -110,7 +110,7 @@ def test_channels_change_places_only_where_the_block_stays_the_same(tmp_path):
     model = stream(write_checkpoint(tmp_path / "model"))
     hidden, arguments = model.first_inputs([torch.randint(1, 100, (1, 20))])
     model.fill(model.block_prefix(0))
-    groups = anatomy(model, 0, hidden[0], arguments).groups
+    groups = probe_structure(model, 0, hidden[0], arguments).groups
     found = {}
     for group in groups:
         source = fold_source(model, 0, group, hidden[0], arguments)

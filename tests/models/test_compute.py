@@ -1,7 +1,7 @@
-"""The type in which a CPU computes: how it is chosen, and that everybody who runs a model keeps it.
+"""The compute dtype on a CPU: how it is chosen, and that every way to run a model uses it.
 
-Every matrix product is watched, in every thread. On a CPU without instructions for bf16 a single
-one that is left in 16 bits costs more than all the others together.
+The tests observe every matrix product in every thread. On a CPU without bf16 instructions a single
+product in 16 bits costs more than all the others together.
 """
 
 import json

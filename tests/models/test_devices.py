@@ -1,4 +1,4 @@
-"""A device that is not here, or that nobody knows: one sentence, from every door."""
+"""An absent or unknown device gives a one-sentence error in every command and API."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""load: packed layers run with the op that was asked for, and so they do in the engine."""
+"""load and the engine run packed layers with the op that the caller names."""
 
 import pytest
 import torch

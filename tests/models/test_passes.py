@@ -1,4 +1,4 @@
-"""Passes that leave out what is settled against passes that leave out nothing."""
+"""BlockRunner, which caches outputs of parts, against plain passes over the whole block."""
 
 import copy
 
@@ -8,7 +8,7 @@ from tiny import ARCHITECTURES, write_checkpoint
 
 from billfish.checkpoints.read import Checkpoint
 from billfish.models.blocks import StreamedModel
-from billfish.models.passes import Walk, anatomy
+from billfish.models.passes import BlockRunner, probe_structure
 
 CPU = torch.device("cpu")
 
@@ -38,35 +38,35 @@ def test_each_group_sees_what_a_pass_from_the_start_shows(tmp_path, architecture
     model.fill(model.block_prefix(0))
     block = model.blocks[0]
     original = copy.deepcopy(block)
-    found = anatomy(model, 0, states[0][:1], arguments)
+    found = probe_structure(model, 0, states[0][:1], arguments)
     every = {linear.path for linear in model.linears(0)}
     assert {path for group in found.groups for path in group} == every
     before = [state.clone() for state in states]
-    walk, beside = (
-        Walk(model, 0, module, list(states), arguments, found, set())
+    quantized, original = (
+        BlockRunner(model, 0, module, list(states), arguments, found, set())
         for module in (block, original)
     )
     for group in found.groups:
         last = group is found.groups[-1]
-        beside.settled.update(group)
-        for now, mine in ((walk, True), (beside, False)):
+        original.final.update(group)
+        for now, mine in ((quantized, True), (original, False)):
             expected = inputs_from_the_start(model, now.block, before, arguments, group[0])
             for batch, x in enumerate(expected):
                 got = (
                     now.input(batch, group[0])
                     if mine
-                    else now.input_and_on(batch, group[0], to_the_end=last)
+                    else now.input_and_continue(batch, group[0], whole_block=last)
                 )
                 torch.testing.assert_close(got, x, rtol=1e-4, atol=1e-5)
         for path in group:
             block.get_submodule(path).weight.data *= 1.25
-        walk.settle(group)
-    walk.finish()
-    for now in (walk, beside):
+        quantized.mark_final(group)
+    quantized.finish()
+    for now in (quantized, original):
         for batch, state in enumerate(before):
             expected = model.run(0, state, arguments, now.block)
             torch.testing.assert_close(now.states[batch], expected, rtol=1e-4, atol=1e-5)
-        assert not now.kept and not now.waiting
+        assert not now.cached and not now.pending
     assert all("forward" not in vars(module) for module in block.modules())
 
 
@@ -77,7 +77,7 @@ def test_a_llama_block_runs_once_but_for_gate_and_up(tmp_path):
     states, arguments = model.first_inputs([torch.randint(1, 100, (2, 24))])
     model.model.eval()
     model.fill(model.block_prefix(0))
-    found = anatomy(model, 0, states[0][:1], arguments)
+    found = probe_structure(model, 0, states[0][:1], arguments)
     assert [(part.name, part.last) for part in found.parts] == [
         ("self_attn", "self_attn.o_proj"),
         ("mlp", "mlp.down_proj"),
@@ -92,11 +92,11 @@ def test_a_llama_block_runs_once_but_for_gate_and_up(tmp_path):
         block.get_submodule(path).register_forward_hook(
             lambda module, args, output, path=path: count(module, args, output, path)
         )
-    walk = Walk(model, 0, block, states, arguments, found, set())
+    quantized = BlockRunner(model, 0, block, states, arguments, found, set())
     for group in found.groups:
-        walk.input(0, group[0])
-        walk.settle(group)
-    walk.finish()
+        quantized.input(0, group[0])
+        quantized.mark_final(group)
+    quantized.finish()
     twice = {path for path, times in runs.items() if times == 2}
     assert twice == {"mlp.gate_proj", "mlp.up_proj"}
     assert {times for path, times in runs.items() if path not in twice} == {1}

@@ -1,5 +1,5 @@
-"""Dense weights in oneDNN's order or in 16 bits: the same products, stored once, and only of our
-own models."""
+"""Dense weights in oneDNN's layout or in 16 bits: same products, stored once, and only in models
+that the engine owns."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, and programs that would never end, or end badly."""
+"""Chat templates: the text equals transformers'; endless and failing templates are stopped."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Calibration text from every source, the choice of windows, and every error with its way out."""
+"""Calibration text from every source, the choice of windows, and every error with its advice."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
 """The driver: every architecture ends in a checkpoint that runs, a stopped job ends in the same
-bytes, and each thing that can be wrong gets one clear error and leaves nothing half-written."""
+bytes, and every kind of wrong input gets one clear error and leaves nothing half-written."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from billfish.offline import driver
 from billfish.offline.driver import JOB, quantize
 from billfish.offline.plan import plan
 from billfish.offline.request import QuantizeRequest
-from billfish.offline.streaming import Writes
+from billfish.offline.streaming import BackgroundWriter
 from billfish.schemes.w4a16 import W4A16
 
 
@@ -128,16 +128,16 @@ def test_a_job_stopped_at_any_write_ends_in_the_same_bytes(
 def test_a_job_that_saves_few_activations_ends_in_the_same_bytes(
     tmp_path, text, monkeypatch, saved, stop
 ):
-    """As on a GPU: writes behind its back, and activations only behind some blocks."""
+    """As on a GPU: a thread writes, and activations are saved after some blocks only."""
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
     quantize(request(source, tmp_path / "whole", text))
 
-    class Seldom(Writes):
-        def __init__(self, at_once):
-            super().__init__(at_once=False)
+    class Seldom(BackgroundWriter):
+        def __init__(self, synchronous):
+            super().__init__(synchronous=False)
             self.blocks = iter(range(6))
 
-        may_be_large = property(lambda self: next(self.blocks) in saved)
+        accepts_large = property(lambda self: next(self.blocks) in saved)
 
     def interrupt(told):
         if told.linear is None and told.block == stop:
@@ -145,7 +145,7 @@ def test_a_job_that_saves_few_activations_ends_in_the_same_bytes(
 
     stopped = request(source, tmp_path / "stopped", text)
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "Writes", Seldom)
+        patch.setattr(driver, "BackgroundWriter", Seldom)
         with pytest.raises(KeyboardInterrupt):
             quantize(stopped, on_progress=interrupt)
     seen = []
@@ -334,7 +334,7 @@ def test_nan_and_inf_weights_are_named(tmp_path, llama, text, value):
         quantize(request(llama, tmp_path / "out", text))
 
 
-def test_missing_and_truncated_shards_are_found_at_once(tmp_path, text):
+def test_missing_and_truncated_shards_are_found_synchronous(tmp_path, text):
     source = write_checkpoint(tmp_path / "source", shard="100KB")
     shard = sorted(source.glob("model-*.safetensors"))[1]
     whole = shard.read_bytes()

@@ -1,4 +1,4 @@
-"""`quantize --kv kv4`: what is stored beside a checkpoint, and who reads it."""
+"""`quantize --kv kv4`: the file that it adds to a checkpoint, and who reads it."""
 
 import json
 

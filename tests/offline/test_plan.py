@@ -1,4 +1,4 @@
-"""plan's sizes are those of the result, byte for byte; what the job refuses, it refuses."""
+"""plan: its sizes are those of the result, byte for byte, and it refuses what the job refuses."""
 
 import json
 
@@ -12,7 +12,7 @@ from billfish.offline import costs
 from billfish.offline import plan as planning
 from billfish.offline.costs import Linear, input_groups
 from billfish.offline.driver import Job, quantize
-from billfish.offline.plan import obstacle, parallel_way, plan
+from billfish.offline.plan import obstacle, plan, tp_axis
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.task import Task
 from billfish.schemes.w4a16 import W4A16
@@ -176,9 +176,9 @@ def test_layer_in_no_plan_must_split_both_ways():
 )
 def test_names_of_transformers_tp_plans(style, way):
     styles = {"layers.*.mlp.fc": style, "lm_head": "colwise_rep"}
-    assert parallel_way("model.layers.17.mlp.fc", styles) == way
-    assert parallel_way("layers.3.mlp.fc", styles) == way
-    assert parallel_way("model.layers.17.mlp.other_fc", styles) is None
+    assert tp_axis("model.layers.17.mlp.fc", styles) == way
+    assert tp_axis("layers.3.mlp.fc", styles) == way
+    assert tp_axis("model.layers.17.mlp.other_fc", styles) is None
 
 
 # -- refusals

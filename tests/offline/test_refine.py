@@ -1,5 +1,5 @@
-"""A method may train a block before it is settled: gradients flow through the block into what its
-linears store, and what comes back is what the checkpoint holds."""
+"""A method may train a quantized block (Method.refine): gradients flow through the block into its
+linears, and the checkpoint holds the trained result."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def trained(monkeypatch):
     monkeypatch.setattr(type(scheme), "methods", (*scheme.methods, "trained"))
 
 
-def test_a_block_is_trained_before_it_is_settled(tmp_path, text, trained):
+def test_a_block_is_trained_before_it_is_written(tmp_path, text, trained):
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=2)
     quantize(request(source, tmp_path / "plain", text))
     quantize(request(source, tmp_path / "out", text, method="trained"))

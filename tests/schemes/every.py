@@ -1,6 +1,6 @@
-"""What every scheme and every op of the registry must keep: opt-out, never opt-in. A new line in
-SCHEMES is tested without another word. Here the cases, which come from the schemes themselves;
-test_every, test_refusals and test_quant_linear ask of each."""
+"""Cases for the tests that run over all schemes and ops of the registry (test_every, test_refusals,
+test_quant_linear). They come from Scheme.examples, so a new line in SCHEMES is tested without a
+change here."""
 
 from functools import cache
 

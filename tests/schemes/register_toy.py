@@ -1,4 +1,4 @@
-"""A plugin for pytest: the registry with the toy scheme in it, before any test is collected."""
+"""A pytest plugin that adds the toy scheme to the registry before tests are collected."""
 
 from toy import FAMILY
 

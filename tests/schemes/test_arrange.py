@@ -1,6 +1,7 @@
-"""Records of the CUDA kernels: the inverse bit for bit, and a reader written from the headers.
+"""Records of the CUDA kernels: unpacking inverts packing bit for bit, and an independent reader
+agrees.
 
-The reader below knows what record.cuh and dequant.cuh say in their opening comments and nothing of
+The reader below follows the opening comments of record.cuh and dequant.cuh and uses nothing of
 arrange.py or layout.py: plain loops from (row, column) to a bit of a record.
 """
 

@@ -1,4 +1,4 @@
-"""batch.pick: a launch that fits, the shortest by the model, and what a search has measured."""
+"""batch.pick: launches fit, are the shortest by the cost model, or come from tuned.json."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What every scheme stores and every op of it computes (every.py has the cases)."""
+"""What every scheme stores and what every op of it computes (cases from every.py)."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Gate and up as one op: rows go in and come back, without a GPU; who may and who may not."""
+"""Gate and up as one op: interleaving rows and its inverse; which layers can be joined."""
 
 import pytest
 import torch

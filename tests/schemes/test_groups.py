@@ -1,4 +1,4 @@
-"""The group size: chosen so that it fits, refused or told loudly where it does not."""
+"""The group size: fitted to the model; one that does not fit is refused or gives a warning."""
 
 import json
 
@@ -12,8 +12,8 @@ from billfish.cli.app import app
 from billfish.errors import UserError
 from billfish.models.linear import QuantLinear
 from billfish.offline.driver import quantize
-from billfish.offline.fates import settle
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.selection import fit_scheme
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.groups import weights_left
 from billfish.schemes.w4a16.scheme import Fitted
@@ -33,20 +33,20 @@ SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
     ],
 )
 def test_the_largest_that_leaves_the_fewest_weights(shapes, size):
-    scheme, warning = settle(Fitted(3, False), shapes, False)
+    scheme, warning = fit_scheme(Fitted(3, False), shapes, False)
     assert scheme == W4A16(3, size, False)
     assert (warning is None) == (weights_left(shapes, size) == 0)
 
 
 def test_a_chosen_size_that_leaves_much_is_refused_and_told():
     with pytest.raises(UserError, match=r"k = 576: 60.0%.* 16, 32, 64, -1 .*--allow-skipped"):
-        settle(W4A16(4, 128), SMOLLM2, False)
-    scheme, warning = settle(W4A16(4, 128), SMOLLM2, True)
+        fit_scheme(W4A16(4, 128), SMOLLM2, False)
+    scheme, warning = fit_scheme(W4A16(4, 128), SMOLLM2, True)
     assert scheme.group_size == 128 and "60.0%" in warning
     little = [(1000, 128), (10, 64)]  # 0.5 %
-    scheme, warning = settle(W4A16(4, 128), little, False)
+    scheme, warning = fit_scheme(W4A16(4, 128), little, False)
     assert "0.5%" in warning
-    assert settle(W4A16(4, -1), SMOLLM2, False) == (W4A16(4, -1), None)
+    assert fit_scheme(W4A16(4, -1), SMOLLM2, False) == (W4A16(4, -1), None)
 
 
 def test_by_default_every_linear_of_a_block_is_packed(tmp_path):

@@ -1,5 +1,6 @@
-"""KleidiaiOp against what its kernels are known to compute, and against the oracle. Where they are
-not, stand-ins of PyTorch's two operators run, so that all around them is tested everywhere."""
+"""KleidiaiOp against a model of its kernels' arithmetic, and against the oracle. On other
+processors fakes of PyTorch's two operators run, so that the code around them is tested
+everywhere."""
 
 import pytest
 import torch

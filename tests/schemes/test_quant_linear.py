@@ -1,4 +1,4 @@
-"""QuantLinear with every scheme (every.py has the cases)."""
+"""QuantLinear with every scheme (cases from every.py)."""
 
 import copy
 

@@ -1,5 +1,5 @@
-"""Every reason of every op not to run: reached, readable, and told together (every.py has the
-cases)."""
+"""Every reason of every op to refuse a layer is reachable, readable, and listed with the others
+(cases from every.py)."""
 
 import ast
 import inspect

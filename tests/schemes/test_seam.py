@@ -1,5 +1,5 @@
-"""A scheme is one folder and one line of the registry: a toy one (toy.py), registered and nothing
-else, goes through every command, the engine, transformers and the tests of all schemes."""
+"""A scheme is one folder and one line of the registry: a toy scheme (toy.py) that is only
+registered works in every command, the engine, transformers and the tests of all schemes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""pick_tile: what a launch asks for exists, and tokens do not decide how sums are cut."""
+"""pick_tile: launches fit the GPU, and the number of tokens does not change the order of sums."""
 
 import dataclasses
 import math

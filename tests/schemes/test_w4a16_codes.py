@@ -1,4 +1,4 @@
-"""w4a16's own: what its codes and zeros mean, and which ops join."""
+"""w4a16: the meaning of its codes and zeros, and which ops can be joined."""
 
 import pytest
 import torch

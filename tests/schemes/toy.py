@@ -1,5 +1,5 @@
-"""A scheme in one file, to prove the seam: 8-bit floats with a scale for each row (w8f). Nothing of
-the package knows it; test_seam.py registers it and uses every command."""
+"""A toy scheme in one file: 8-bit floats with a scale for each row (w8f). The package does not know
+it; test_seam.py registers it and runs every command, to prove that a scheme needs no other edit."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,4 +1,5 @@
-"""AWQ's folding: never worse than none, equal where channels must agree, large where inputs are."""
+"""AWQ's scales: never worse than none, equal for channels that share one, large for large
+inputs."""
 
 import pytest
 import torch

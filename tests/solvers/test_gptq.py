@@ -1,4 +1,5 @@
-"""GPTQ against a textbook loop in fp64, the ladder of damping, drift, and when it gives up."""
+"""GPTQ against a textbook loop in fp64; damping, `undrift`, and Hessians that cannot be
+factored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Columns of desc_act checkpoints, where weight_g_idx says which group each belongs to."""
+"""Columns of desc_act checkpoints, in which weight_g_idx assigns each column to a group."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from billfish.schemes.w4a16.scheme import W4A16
 
 
 def by_group(g_idx: Tensor, groups: int, op: str) -> Tensor:
-    """The order that puts columns of one group next to each other; x follows by a gather a call."""
+    """The order of columns sorted by group; every call gathers x in this order."""
     sizes = g_idx.bincount(minlength=groups)
     if bool((sizes != len(g_idx) // groups).any()):
         raise UserError(
@@ -20,7 +20,7 @@ def by_group(g_idx: Tensor, groups: int, op: str) -> Tensor:
 
 
 def check_groups(scheme: W4A16, stored: Tensors, part: str, k: int) -> None:
-    """Every group must own exactly group_size columns: kernels sort the columns by group."""
+    """Raise unless every group has exactly group_size columns: kernels sort columns by group."""
     g_idx, size = stored[part], scheme.group_of(k)
     groups = k // size
     low, high = int(g_idx.min()), int(g_idx.max())

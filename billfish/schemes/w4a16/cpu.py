@@ -1,8 +1,7 @@
-"""w4a16 on a CPU: packed words in memory, no decoded copy of the weights kept.
+"""w4a16 on a CPU: weights stay packed in memory, without a decoded copy.
 
-The kernel is our own (cpu_kernels.py), compiled by LLVM for this processor when it is first called.
-It multiplies codes as they are, for one row of x or thousands, and is an operator of torch where
-torch.compile must see one.
+The kernel (cpu_kernels.py) is compiled by LLVM for this processor at its first call. It multiplies
+the codes themselves, for any number of rows of x. It is also a torch operator, for torch.compile.
 """
 
 import ctypes
@@ -24,11 +23,12 @@ from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cpu_words import VECTORS, codes_of, room_bytes, strip_words
 from billfish.schemes.w4a16.scheme import W4A16
 
-SLICE = 2**22  # numbers of x that are split into bytes at once: 8 MB
-ROWS = 64  # n is padded to this: whole tiles of every instruction set
-CHUNKS = (128, 64, 32, 16, 8)  # inputs; more would have coarser steps of x, fewer cost time
+SLICE = 2**22  # elements of x that are split into bytes at once: 8 MB
+ROWS = 64  # n is padded to a multiple of this: whole tiles for every instruction set
+# inputs that share a step of x: longer chunks are less exact, shorter ones slower
+CHUNKS = (128, 64, 32, 16, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_compiling = threading.Lock()  # LLVM has one context for all threads
+_compiling = threading.Lock()  # LLVM's context is not thread safe
 
 
 @cache
@@ -41,7 +41,7 @@ def _kernel(isa: cpu.Isa, x: torch.dtype, scale: torch.dtype, zeros: bool) -> Ca
 
 
 class _Room(threading.local):
-    """Memory that each thread keeps from call to call."""
+    """Scratch memory that a thread keeps between calls."""
 
     address, size = 0, 0
 
@@ -57,7 +57,7 @@ _room = _Room()
 
 
 class Product:
-    """A layer as the kernel sees it. The tensors must live as long as it does."""
+    """The kernel's arguments for one layer. It holds pointers: the tensors must outlive it."""
 
     def __init__(
         self, isa: cpu.Isa, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int
@@ -81,7 +81,7 @@ class Product:
         self.isa, self.kernels = isa, dict[torch.dtype, Callable[..., None]]()
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        """x (rows, inputs) and y (rows, outputs), contiguous, of one dtype."""
+        """Compute y (rows, outputs) from x (rows, inputs): contiguous and of one dtype."""
         kernel = self.kernels.get(x.dtype)
         if kernel is None:
             kernel = self.kernels[x.dtype] = _kernel(self.isa, x.dtype, *self.kind)
@@ -97,14 +97,14 @@ class Product:
 
 
 def _product(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, middle: int) -> Tensor:
-    """x (m, padded k) by words as cpu_kernels has them -> (m, padded n) in x's dtype."""
+    """x (m, padded k) times packed words -> (m, padded n) in x's dtype."""
     product = Product(cpu.isa(), words, scales, zeros, middle)
     y = x.new_empty(len(x), product.outputs)
     product(x, y)
     return y
 
 
-# For torch.compile and whatever else must see an operator; eager calls know their Product already.
+# The operator that torch.compile and dispatch modes see; eager calls use their cached Product.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_cpu(Tensor x, Tensor words, Tensor scales, Tensor? zeros, int middle) -> Tensor"
@@ -130,8 +130,8 @@ class CpuOp(Op):
 
     @classmethod
     def tolerance(cls, scheme: W4A16, tensors: Tensors, x: Tensor) -> float:
-        """x is taken in 16 bits, with an error of 2^-15 of the largest x of a chunk, which is no
-        longer than a group."""
+        """x is rounded to 16 bits, with an error of up to 2^-15 of the largest x of its chunk; a
+        chunk lies within a group."""
         weight, group = scheme.dequantize(tensors).double(), scheme.group_of_column(tensors)
         groups = range(int(group.max()) + 1)
         largest = torch.stack([x[:, group == g].abs().amax(1) for g in groups], 1)
@@ -148,7 +148,7 @@ class CpuOp(Op):
             self.order = columns.by_group(self.g_idx, self.groups, self.name)
             codes = codes[:, self.order]
         self.group = self.k // self.groups
-        # Inputs of a group are padded to whole blocks, of a single one to chunks of 32.
+        # A group's inputs are padded to a multiple of 8; a single group's to a multiple of 32.
         self.padded_group = self.group + -self.group % (32 if self.groups == 1 else 8)
         self.chunk = next(size for size in CHUNKS if self.padded_group % size == 0)
         self.plain = self.order is None and self.padded_group == self.group
@@ -174,7 +174,7 @@ class CpuOp(Op):
         return self.words, self.scales, self.zeros, self.scheme.grid.middle
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_product": None}  # it has addresses, which a copy does not share
+        return {**vars(self), "_product": None}  # its pointers are not valid in a copy
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in DTYPES:
@@ -196,7 +196,7 @@ class CpuOp(Op):
         y = y if self.padded_n == self.n else y[..., : self.n].contiguous()
         return y if bias is None else y + bias
 
-    def _inputs(self, x: Tensor) -> Tensor:  # (m, k) -> (m, padded k), as words have them
+    def _inputs(self, x: Tensor) -> Tensor:  # (m, k) -> (m, padded k), in the order of the words
         if self.order is not None:
             x = x[:, self.order]
         if self.padded_group != self.group:
@@ -227,7 +227,7 @@ class CpuOp(Op):
         if len(kinds) > 1 or whole.g_idx is not None or any(op.n % ROWS for op in ops[:-1]):
             return None
         whole.n, whole.padded_n = sum(op.n for op in ops), sum(op.padded_n for op in ops)
-        for name, dim in (("words", 0), ("scales", 1), ("zeros", 1)):  # where outputs lie
+        for name, dim in (("words", 0), ("scales", 1), ("zeros", 1)):  # dimension of outputs
             if getattr(whole, name) is not None:
                 joined, parts = together([getattr(op, name) for op in ops], dim)
                 for op, part in zip((whole, *ops), (joined, *parts), strict=True):

@@ -1,28 +1,28 @@
-"""How a CPU's kernel finds a layer in memory: the order of its words, and its scratch memory.
+"""Memory layout of the CPU kernel: the order of packed words, and its scratch memory.
 
-cpu.py arranges by it, cpu_kernels.py writes code for it.
+cpu.py packs layers in it, cpu_kernels.py generates code for it.
 """
 
 import torch
 from torch import Tensor
 
-ALONE = 4  # fewer rows of x each thread splits for itself: that takes less than to meet
-# Of outputs in a strip: with one, loads of x are the limit; 4 leave registers for two rows only.
+ALONE = 4  # rows of x; with fewer, each thread splits all of x itself: cheaper than a barrier
+# Vectors of outputs in a strip: 1 is bound by loads of x, 4 leave registers for only two rows.
 VECTORS = 2
-BAND = 2  # strips that are decoded at the same time, for AMX: they stay in L2
-MATRIX_ROOM = 64 + 4 * 1024  # bytes: what registers of AMX are, and four of them
+BAND = 2  # strips that are decoded together for AMX: they stay in L2
+MATRIX_ROOM = 64 + 4 * 1024  # bytes: AMX's tile configuration, and four tiles
 
 
 def room_bytes(rows: int, chunks: int, blocks: int, threads: int) -> int:
-    """What the kernel writes to: of each thread, decoded strips for AMX; of all, x as bytes with
-    two numbers a chunk, and so of each where rows are few."""
+    """Scratch bytes of the kernel: decoded strips for AMX for each thread, and x split into bytes
+    with two numbers a chunk, once for all threads or, if rows are few, for each."""
     copies = threads if rows < ALONE else 1
     of_thread = BAND * chunks * blocks * 512 + MATRIX_ROOM
     return threads * of_thread + copies * rows * chunks * (blocks * 16 + 8)
 
 
 def strip_words(codes: Tensor, chunk: int, bits: int, width: int) -> Tensor:
-    """(n, k) uint8 -> words as cpu_kernels has them."""
+    """(n, k) uint8 codes -> packed words in the order that cpu_kernels.py reads."""
     n, k = codes.shape
     planes = [codes] if bits <= 4 else [codes >> 4, codes & 15]
     # (strips, width, chunks, blocks, 2, 4) of each plane

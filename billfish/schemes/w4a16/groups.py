@@ -1,8 +1,8 @@
-"""How many weights along k share a scale: which sizes fit a model's linears."""
+"""The group size (weights along k that share a scale): which sizes fit a model's linears."""
 
 from collections.abc import Sequence
 
-SIZES = (128, 64, 32)  # from which one is taken; fewer scales are fewer bytes
+SIZES = (128, 64, 32)  # candidates of `best`; larger groups need fewer scales
 USUAL = (16, *SIZES[::-1], 256, 512)
 
 Shape = tuple[int, int]  # n, k
@@ -14,7 +14,7 @@ def best(shapes: Sequence[Shape]) -> int:
 
 
 def misfit(size: int, shapes: Sequence[Shape]) -> tuple[str, str]:
-    """What does not fit, and the sizes that would."""
+    """Sentences: which k the size does not divide, and which sizes divide all."""
     odd = sorted({k for _, k in shapes if not divides(size, k)})
     fits = [each for each in USUAL if not weights_left(shapes, each)]
     return (
@@ -24,7 +24,7 @@ def misfit(size: int, shapes: Sequence[Shape]) -> tuple[str, str]:
 
 
 def weights_left(shapes: Sequence[Shape], size: int) -> int:
-    """Those in linears that `size` does not fit."""
+    """Number of weights in linears whose k is not divisible by `size`."""
     return sum(n * k for n, k in shapes if not divides(size, k))
 
 

@@ -1,8 +1,9 @@
-"""w4a16 by PyTorch's 4-bit operators, on ARM KleidiAI's. By name alone: they round x to 8 bits.
+"""w4a16 by PyTorch's 4-bit operators, which use KleidiAI on ARM. Chosen only by name, because they
+quantize x to 8 bits.
 
-One step is 1/255 of what a row spans, so a single large number would cost the others their bits.
-Such outliers are multiplied as a row of their own. The result is off by 0.1 to 0.8 %. Codes are
-kept once; scales twice, with zeros a third time: at groups of 64 0.25 and 0.8 bits a weight more.
+A step is 1/255 of a row's range, so one large value would cost the others precision; such outliers
+are multiplied in a row of their own. Results are off by 0.1 to 0.8 %. Codes are stored once, scales
+twice and, with zeros, three times: 0.25 and 0.8 more bits a weight for groups of 64.
 """
 
 from functools import cache
@@ -17,29 +18,33 @@ from billfish.formats import layout
 from billfish.schemes.base import Op, Tensors
 from billfish.schemes.w4a16.scheme import W4A16
 
-STRIP = 8  # outputs: bands of 4 or 8, as the kernels have them, end here
-OUTLIER = 16  # times the mean |x| of its row: there 8 bits cost a model least (docs/LOG.md)
+STRIP = 8  # outputs: a multiple of the kernels' tiles of 4 or 8
+OUTLIER = 16  # times the mean |x| of a row: the threshold with the smallest loss (docs/LOG.md)
 
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
-    """(n, k) uint8 around 8, (n, groups) -> (n / STRIP, bytes), uint8 where the kernels are."""
+    """(n, k) uint8 codes with zero 8, (n, groups) scales -> (n / STRIP, bytes); uint8 if KleidiAI
+    packed them."""
     (n, k), groups = codes.shape, scales.shape[1]
     pairs = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
-    scales = scales.to(torch.float32 if groups == 1 else torch.bfloat16)  # or nothing is packed
+    # the only dtypes that are packed
+    scales = scales.to(torch.float32 if groups == 1 else torch.bfloat16)
     operator = torch.ops.aten._dyn_quant_pack_4bit_weight
     packed: Tensor = operator(pairs, scales, None, k // groups, k, n)
     return packed.view(n // STRIP, -1)
 
 
 def unpack(packed: Tensor, k: int, groups: int) -> Tensor:
-    """The codes. Where those of a strip lie is seen when their own indices are packed, 4 bits at a
-    time; they lie xor a constant, between scales and sums."""
+    """The codes. KleidiAI has no unpacking, so the position of each code of a strip is found by
+    packing the codes' indices, 4 bits at a time. Codes are stored xor a constant, between scales
+    and row sums."""
     index = torch.arange(STRIP * k).view(STRIP, k)
 
     def packed_nibbles(codes: Tensor) -> Tensor:
         return nibbles(pack(codes.to(torch.uint8), torch.zeros(STRIP, groups)))[0]
 
-    zero, turns = packed_nibbles(index * 0), index % 2 * 15  # all sums of turns are the same
+    # the row sums of both patterns are equal
+    zero, turns = packed_nibbles(index * 0), index % 2 * 15
     held = packed_nibbles(turns) != packed_nibbles(15 - turns)
     place = torch.zeros_like(zero, dtype=torch.int64)
     for bit in range(0, index.numel().bit_length(), 4):
@@ -54,7 +59,8 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, packed: Tensor, groups: int) -> Tensor:
-    """fp32 (m, k) -> fp32 (m, n of packed). Of nothing but zeros the kernels make 3e-5."""
+    """fp32 (m, k) -> fp32 (m, padded n). For rows of zeros the kernels return 3e-5, hence the
+    mask."""
     k, n = x.shape[1], len(packed) * STRIP
     y: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(x, packed.flatten(), k // groups, k, n)
     return y * x.any(1, keepdim=True)
@@ -62,10 +68,11 @@ def multiply(x: Tensor, packed: Tensor, groups: int) -> Tensor:
 
 @cache
 def works() -> bool:
-    """Tried, not asked: elsewhere the same operators pack nothing and multiply slowly."""
+    """Whether KleidiAI runs here, found by trying: without it the operators pack nothing and are
+    slow."""
     codes = (torch.arange(24 * 64).view(24, 64) * 37 // 5 % 16).to(torch.uint8)
     x = torch.arange(-128.0, 128).view(4, 64)
-    x[:, 0], x[:, 1] = -128, 127  # then 8 bits hold all of x
+    x[:, 0], x[:, 1] = -128, 127  # then 8 bits represent x exactly
     for groups in (1, 2):
         packed = pack(codes, torch.ones(24, groups))
         if packed.dtype != torch.uint8 or not torch.equal(unpack(packed, 64, groups), codes):
@@ -94,8 +101,8 @@ class KleidiaiOp(Op):
 
     @classmethod
     def tolerance(cls, scheme: W4A16, tensors: Tensors, x: Tensor) -> float:
-        """x is taken in 8 bits: a step of 1/255 of what a row spans. Codes are multiplied as they
-        are around the middle, what zeros make of x is added afterwards."""
+        """x is quantized to 8 bits, in steps of 1/255 of a row's range. Codes are multiplied
+        relative to the middle of the grid; the share of the zeros is added in fp32."""
         span = x.double().amax(1) - x.double().amin(1)
         scales = tensors["weight_scale"].double()[:, scheme.group_of_column(tensors)]
         weight = (scheme.codes(tensors).double() - scheme.grid.middle) * scales
@@ -114,7 +121,7 @@ class KleidiaiOp(Op):
         codes = scheme.codes(tensors) + (8 - middle)
         self.packed = pack(pad(codes, padding), pad(scales, padding))
         self.k = codes.shape[1]
-        self.shift: Tensor | None = None  # (groups, n): what a group adds for each 1 in x
+        self.shift: Tensor | None = None  # (groups, n): factor of a group's sum of x, for the zeros
         if not scheme.symmetric:
             self.shift = ((middle - scheme.zeros(tensors).float()) * scales.float()).T.contiguous()
 
@@ -128,7 +135,7 @@ class KleidiaiOp(Op):
         some = large.any(1).nonzero()[:, 0]
         parts = torch.cat([rows.where(~large, 0), rows[some].where(large[some], 0)])
         y, more = multiply(parts, self.packed, self.groups)[:, : self.n].tensor_split([len(rows)])
-        span = 2 * size  # Inf or NaN: rows that would come out as finite nonsense become NaN
+        span = 2 * size  # makes rows with Inf or NaN NaN; the kernels would return finite values
         y = y.index_add(0, some, more) + (span - span).sum(1, keepdim=True)
         if self.shift is not None:
             y += rows.view(len(rows), self.groups, k // self.groups).sum(2) @ self.shift

@@ -1,8 +1,7 @@
-"""From a weight and what is known of its inputs to codes, scales and zeros: the methods of w4a16.
+"""Quantizes a weight to w4a16, given statistics of its inputs: GPTQ, AWQ and round-to-nearest.
 
-Offline. One call may take several linears stacked along n that read the same input. What the caller
-does with the result (pack, write, run on) is not known here; neither is AWQ's folding, which
-touches other layers.
+For offline use. A call may take several linears stacked along n that share an input. AWQ's scales
+are only searched here; offline/block.py folds them, because that changes other layers.
 """
 
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from billfish.solvers.clip import search_scales
 from billfish.solvers.methods import METHODS, Method
 from billfish.solvers.statistics import Statistics, output_energy
 
-ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights solved at once: 4 MB a temporary on a CPU
+ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights in one step: temporaries of 4 MB on a CPU
 
 
 @dataclass(frozen=True)
 class Codes(Solved):
-    """Codes, scales and zeros beside the decoded weights."""
+    """The result of w4a16: decoded weights with their codes, scales and zeros."""
 
     scheme: W4A16
     codes: Tensor  # (n, k) uint8
@@ -58,7 +57,7 @@ def quantize(
     target = weight
     if known.factor is not None and known.drift is not None:
         target = gptq.undrift(weight, known.factor, known.drift)
-    # A few rows at a time: they are independent, and every temporary is as large as its rows.
+    # Rows are independent; a few at a time keep the temporaries small.
     pieces = [
         _rows(scheme, rows, known, dtype)
         for rows in torch.split(target, max(64, ROW_CODES[weight.device.type] // k))
@@ -71,7 +70,7 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Known:
-    """What a solver can use of the calibration; without a Hessian it rounds to nearest."""
+    """Calibration results that the solver can use; without a Hessian it rounds to nearest."""
 
     hessian: Tensor | None = None
     factor: gptq.Factor | None = None
@@ -98,7 +97,8 @@ def _usable(statistics: Statistics | None, method: Method) -> _Known:
 def _rows(
     scheme: W4A16, target: Tensor, known: _Known, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales, zeros and decoded weights of some rows. Without a Hessian, plain rounding."""
+    """Codes, scales, zeros and decoded weights of some rows; rounded to nearest without a
+    Hessian."""
     n, k = target.shape
     grid, size = scheme.grid, scheme.group_of(k)
     groups = target.view(n, -1, size)
@@ -118,9 +118,9 @@ def _rows(
 
 def search_fold(
     scheme: W4A16,
-    weight: Tensor,  # (n, k) fp32: all linears that read one input, stacked
+    weight: Tensor,  # (n, k) fp32: all linears that share an input, stacked
     statistics: Statistics,
-    share: Tensor,  # (k,) int64: channels with one value get one scale
+    share: Tensor,  # (k,) int64: channels with equal values share a scale
     dtype: torch.dtype,
 ) -> Tensor:
     """AWQ's factor of each column, (k,) fp32."""

@@ -1,8 +1,8 @@
-"""w4a16: integer weights of 2 to 8 bits (4 as a rule) in groups along k, 16-bit activations.
+"""w4a16: integer weights of 2 to 8 bits (usually 4) in groups along k, 16-bit activations.
 
-The canonical tensors are those of compressed-tensors `pack-quantized` (docs/FORMAT.md), so that a
-checkpoint needs no translation and loads in vLLM and transformers as it is. MARLIN and QUICK are
-ops of this one scheme.
+The canonical tensors are those of compressed-tensors `pack-quantized` (docs/FORMAT.md), so vLLM and
+transformers load a checkpoint without conversion. MARLIN's and QUICK's kernels are for this
+scheme.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ class W4A16:
     bits: int = 4
     group_size: int = 128  # -1: one scale per output channel
     symmetric: bool = True
-    # Only foreign GPTQ checkpoints with desc_act have it: column k belongs to group g_idx[k]. We
-    # never write such models: it costs a gather of x and breaks tensor parallelism (solvers/gptq.py
-    # orders statically).
+    # Column j belongs to group g_idx[j]. Only GPTQ checkpoints of others with desc_act have it:
+    # it costs a gather of x and prevents tensor parallelism, so solvers/gptq.py does without.
     has_g_idx: bool = False
 
     def __post_init__(self) -> None:
-        Grid(self.bits, self.symmetric)  # checks the bits
+        Grid(self.bits, self.symmetric)  # validates bits
         group_count(0, self.group_size)
 
     @classmethod
     def from_options(cls, options: Options) -> "W4A16 | Fitted":
-        """bits, symmetric and group_size; without the last it follows from the model."""
+        """Options are bits, symmetric and group_size; without group_size it is fitted to the
+        model."""
         known = ("bits", "group_size", "symmetric")
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -76,7 +76,7 @@ class W4A16:
         return Grid(self.bits, self.symmetric)
 
     def group_of(self, k: int) -> int:
-        """Inputs that share a scale in a layer of k."""
+        """Number of inputs that share a scale in a layer with k inputs."""
         return k if self.group_size == -1 else self.group_size
 
     # -- what is stored
@@ -98,7 +98,8 @@ class W4A16:
         return specs
 
     def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
-        """(n, k) integer codes, (n, g) scales in their stored dtype, (n, g) zeros -> canonical."""
+        """(n, k) integer codes, (n, g) scales in their stored dtype, (n, g) zeros -> canonical
+        tensors."""
         n, k = codes.shape
         tensors = {
             "weight_packed": layout.compressed_tensors(self.bits).pack(codes),
@@ -124,8 +125,8 @@ class W4A16:
     def random_tensors(
         self, n: int, k: int, dtype: torch.dtype, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Codes are uniform, so levels / sqrt(12) steps from their mean; signs of scales cancel
-        that mean, half a step, which in 32 layers alone would grow past fp16."""
+        """Uniform codes have a standard deviation of levels / sqrt(12) steps. Random signs of
+        scales cancel their mean of half a step, which would overflow fp16 within 32 layers."""
         device, step = generator.device, STD / (self.grid.levels / 12**0.5)
         tensors = {}
         for name, spec in self.tensors(n, k, dtype).items():
@@ -199,8 +200,8 @@ class W4A16:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A scheme whose group size follows from the linears: the largest that leaves the fewest
-    weights in 16 bits, none as a rule."""
+    """A scheme whose group size is fitted to the model: the largest that leaves the fewest weights
+    (usually none) in 16 bits."""
 
     bits: int = 4
     symmetric: bool = True

@@ -1,9 +1,9 @@
-"""Canonical tensors of w4a16 <-> records of the CUDA kernels, on whatever device they are.
+"""Converts canonical tensors of w4a16 to records of the CUDA kernels and back, on any device.
 
-A record is 64 outputs x 128 inputs: words, then scales, then (asymmetric) zeros, contiguous, so
-that one bulk copy brings all a warp needs. kernels/include/billfish/record.cuh reads them. Larger
-groups repeat their scale in every record: 1/32 more bytes than they need, and one kernel less.
-Codes of more than 4 bits are two planes of nibbles, one after the other along k:
+A record holds 64 outputs x 128 inputs: words, then scales, then (if asymmetric) zeros, contiguous,
+so that one bulk copy fetches all that a warp needs. kernels/include/billfish/record.cuh reads them.
+Groups larger than 128 repeat their scale in every record, which costs up to 1/32 more bytes and
+saves a kernel. Codes of more than 4 bits are two planes of nibbles, one after the other along k:
 
     code - zero = 16 * (high - zero high) + (low - zero low)      scales 16 s and s
 """
@@ -28,14 +28,14 @@ CODES_AT_ONCE = 2**26
 
 @dataclass(frozen=True)
 class Shape:
-    """What the words of one layer are, apart from their values; names a kernel's instance."""
+    """Layout of one layer's records; it decides the kernel instance."""
 
     n: int
     k: int
-    groups: int  # of the scheme, along k
-    record_group: int  # of a record: 32, 64 or 128
+    groups: int  # groups of the scheme along k
+    record_group: int  # group size in a record: 32, 64 or 128
     planes: int
-    zeros: bool  # stored in the record
+    zeros: bool  # whether records hold zeros
     scale_dtype: torch.dtype
 
     @property
@@ -43,7 +43,7 @@ class Shape:
         return math.ceil(self.n / N)
 
     @property
-    def k_tiles(self) -> int:  # of one plane
+    def k_tiles(self) -> int:  # in one plane
         return math.ceil(self.k / K)
 
     @property
@@ -51,11 +51,11 @@ class Shape:
         return K // self.record_group
 
     @property
-    def columns(self) -> int:  # of scales, over all records
+    def columns(self) -> int:  # columns of scales over all records of a row
         return self.k_tiles * self.record_groups
 
     @property
-    def repeats(self) -> int:  # of one scale of the scheme
+    def repeats(self) -> int:  # of one scale of the scheme in records
         return self.columns if self.groups == 1 else self.k // self.groups // self.record_group
 
     @property
@@ -65,12 +65,13 @@ class Shape:
 
 def record_shape(scheme: W4A16, n: int, k: int, scale_dtype: torch.dtype) -> Shape:
     size = scheme.group_of(k)
-    # One group for all of k may be padded to whole records; others divide them or are divided.
+    # One group for all of k may be padded to whole records. Other group sizes must be multiples of
+    # 32.
     whole = (K,) if scheme.group_size == -1 else tuple(g for g in (128, 64, 32) if size % g == 0)
     if not whole and size != k:
         raise UserError(f"groups of {size}: CUDA kernels take multiples of 32.")
     planes = 1 if scheme.bits <= 4 else 2
-    # Two planes of symmetric codes have two middles: they are stored like any zeros.
+    # The two planes of a symmetric grid have different zeros, so these are stored, too.
     zeros = not scheme.symmetric or planes == 2
     return Shape(n, k, max(1, k // size), (*whole, K)[0], planes, zeros, scale_dtype)
 
@@ -88,7 +89,8 @@ def pack(scheme: W4A16, tensors: Tensors) -> tuple[Shape, Tensor]:
     shape = record_shape(scheme, n, k, scales.dtype)
     zeros = scheme.zeros(tensors)
     if shape.planes == 1:
-        moved = 8 - scheme.grid.middle  # 2 and 3 bits: the middle of the grid is the kernel's 8
+        # 2 and 3 bits: shift codes so that the grid's middle is the kernel's 8
+        moved = 8 - scheme.grid.middle
         return shape, _records(shape, codes + moved, scales, zeros + moved)
     if bool((scales * 16).isinf().any() & scales.isfinite().all()):
         raise UserError(
@@ -113,7 +115,7 @@ def unpack(scheme: W4A16, shape: Shape, records: Tensor) -> dict[str, Tensor]:
 
 
 def _records(shape: Shape, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    # Some rows at a time: packing widens codes to 64 bits.
+    # A few rows at a time, as packing widens codes to 64 bits.
     step = max(1, CODES_AT_ONCE // (N * codes.shape[1])) * N
     starts = range(0, len(codes), step)
     words = torch.cat([layout.brick().pack(codes[start : start + step]) for start in starts])

@@ -1,9 +1,8 @@
-"""How w4a16_batch is cut up on a GPU: a pure function of sizes, so that it is tested without one.
+"""Tile configuration of w4a16_batch: a pure function of sizes, tested without a GPU.
 
-A tile is 128 or 256 outputs by 32 to 256 tokens. Blocks take whole tiles, or split tiles into
-stripes of the same length for all. Layers that a search has measured on this GPU (`billfish bench
-tune`, tuned.json) get what was fastest; all others, and GPUs never seen, get the cut for which the
-model below is shortest.
+A tile is 128 or 256 outputs by 32 to 256 tokens. CTAs compute whole tiles, or tiles are split along
+k into stripes of equal length (stream-K). Layers that were tuned on this GPU (`billfish bench
+tune`, tuned.json) get the fastest configuration; for others the cost model below chooses.
 """
 
 import functools
@@ -17,20 +16,21 @@ from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda.tile import RESERVED
 
-THREADS = 384  # a warpgroup that copies, two that multiply
-MOST_STAGES = 8  # barriers that batch.cuh has room for
+THREADS = 384  # a producer warpgroup, two that multiply
+MOST_STAGES = 8  # batch.cuh reserves barriers for this many
 BARRIER_BYTES = 1024
 TEAMS = 2
 TURN_BYTES = 8 * 16 * 48
-FLAGS = 8  # of a block: a warp that multiplies has one
-MOST_INVARIANT = 1024  # tokens at once, which bounds the memory that parts of tiles meet in
-EVEN = 0.9  # of the blocks that fit: few enough more to keep tiles in equal parts
-OVERRULES = 0.83  # of a measured neighbour's time: below it the model is trusted more
-LEAST_STRIPE = 4  # tiles of 128 inputs, below which meeting costs more than it spares
+FLAGS = 8  # of a CTA: one for each warp that multiplies
+MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
+EVEN = 0.9  # use fewer CTAs, at least this share of those that fit, if all tiles split equally then
+# the model overrules a measurement for another m if it expects less than this share
+OVERRULES = 0.83
+LEAST_STRIPE = 4  # slices of 128 inputs: for shorter stripes the reduction costs more than it saves
 
-# Of (tokens, bands): us that a block needs for 128 inputs when it is alone on its SM; two need
-# twice as long. And what it costs to leave sums and to collect them, for tiles of no size and for
-# each 32 tokens of 128 outputs. Read off a few dozen timings on an H200, not fitted.
+# Cost model, estimated from a few dozen timings on an H200. (tokens, bands) -> us that a CTA alone
+# on its SM needs for 128 inputs; two CTAs take twice as long. Then the us of a split-K reduction: a
+# constant, and for each 32 tokens x 128 outputs of the tile.
 STAGE_US = {(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}
 MEETING_US, MEETING_MORE_US = 1.5, 1.0
 TABLE = Path(__file__).parent / "tuned.json"
@@ -38,11 +38,11 @@ TABLE = Path(__file__).parent / "tuned.json"
 
 @dataclass(frozen=True)
 class Cut:
-    """What an instance of w4a16_batch is named by, and how its tiles are spread over blocks."""
+    """A tile configuration: the kernel instance, and how its tiles are spread over CTAs."""
 
     tokens: int  # 32, 64, 128 or 256
-    bands: int  # of 64 outputs, for each of two warpgroups
-    stripes: int  # blocks on an SM that split tiles among them; 0 if no tile is split
+    bands: int  # bands of 64 outputs for each of two warpgroups
+    stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
 
     @property
     def outputs(self) -> int:
@@ -58,21 +58,22 @@ class Launch:
     cut: Cut
     m_tiles: int
     n_tiles: int
-    whole: int  # tiles that one block multiplies; the others are split into stripes
+    whole: int  # tiles that are not split; the others are split into stripes
     blocks: int
     stages: int
     smem: int
-    early: bool  # the next kernel may start at once: no SM has a place free
+    early: bool  # the next kernel may start early (PDL), as this one occupies every SM
 
     @property
     def sums(self) -> int:
-        """Numbers that blocks leave for one another."""
+        """fp32 elements of the split-K workspace."""
         split = self.whole < self.m_tiles * self.n_tiles
         return self.blocks * self.cut.tokens * self.cut.outputs if split else 0
 
 
 def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
-    """None where it does not fit, or where stripes are nothing but whole tiles."""
+    """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
+    would be whole tiles."""
     stage = cut.tokens * BRICK_K * 2 + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
@@ -86,15 +87,15 @@ def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) 
         blocks = min(tiles, gpu.sms * cut.per_sm)
     else:
         blocks = slots = gpu.sms * cut.stripes
-        even = slots // tiles * tiles  # the same parts of every tile
+        even = slots // tiles * tiles  # every tile is split into equally many parts
         if even >= EVEN * slots:
             blocks = even
         blocks = min(blocks, tiles * max(1, k_tiles // LEAST_STRIPE))
         if tiles % blocks == 0:
             return None
-        # Stripes of one to two tiles: shorter ones would be more for a block to add.
+        # Stripes are one to two tiles long: shorter ones would leave more sums to reduce.
         whole = max(0, tiles // blocks - 1) * blocks
-    # Blocks of the next kernel that start early must not crowd on SMs that are free.
+    # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
     return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
 
@@ -106,7 +107,7 @@ def cuts() -> Iterator[Cut]:
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
-    """An SM's blocks share its time; sums that meet cost some more."""
+    """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
     on_an_sm = min(cut.per_sm, math.ceil(how.blocks / gpu.sms))
     stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
@@ -115,7 +116,7 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
 
 
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
-    """Measured, or by the model. Some cut always fits: a Hopper SM has room for the largest."""
+    """The measured configuration, or the best by the cost model. One always fits in a Hopper SM."""
     fit = [how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu))]
     best = min(fit, key=lambda how: model_us(how, k_tiles, gpu))
     measured = table().get((gpu.name, n, k_tiles), {})
@@ -123,7 +124,7 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     if nearest is None or nearest >= 2 * m:
         return best
     found = launch(measured[nearest], m, n, k_tiles, record_bytes, gpu)
-    # What is best for 512 tokens may give 272 of them tiles that are half empty.
+    # The best configuration for 512 tokens may leave tiles half empty with 272.
     wasteful = (
         nearest > m
         and found is not None
@@ -133,7 +134,7 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
 
 
 def pick_invariant(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
-    """Parts that depend on the layer alone: for every m the same sums in the same order."""
+    """A split along k that depends on the layer alone: the same order of sums for every m."""
     tokens = min((each for each, _ in STAGE_US if each >= m), default=max(STAGE_US)[0])
     how = launch(Cut(tokens, 1, 0), m, n, k_tiles, record_bytes, gpu)
     assert how is not None
@@ -147,7 +148,7 @@ def pick_invariant(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) ->
 
 @functools.cache
 def table() -> dict[tuple[str, int, int], dict[int, Cut]]:
-    """(device, n, k tiles) -> tokens -> cut; from every device's search."""
+    """(device, n, k tiles) -> tokens -> configuration, from tuned.json."""
     found: dict[tuple[str, int, int], dict[int, Cut]] = {}
     for search in json.loads(TABLE.read_text())["searches"]:
         for layer in search["layers"]:

@@ -1,8 +1,7 @@
-"""The order of rows in which gate and up of a SwiGLU layer are one product that stores
-silu(gate) * up.
+"""Row order of a joined gate and up layer whose kernel applies SwiGLU in its epilogue.
 
-Their rows are interleaved by 8: of every 16 the first are gates and the next their ups, so that a
-thread of a kernel that holds rows r and r + 8 of a tensor-core tile holds a gate and its up.
+Rows are interleaved by 8: of every 16 rows, 8 gates are followed by their 8 ups. A thread that
+holds rows r and r + 8 of a tensor-core tile then holds a gate and its up.
 """
 
 from collections.abc import Sequence
@@ -13,16 +12,16 @@ from torch import Tensor
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16.scheme import W4A16
 
-RUN = 8  # rows of one kind
+RUN = 8  # consecutive gates or ups
 
 
 def order(n: int) -> Tensor:
-    """Place among the n interleaved rows -> place among all gates, then all ups."""
+    """Index among the n interleaved rows -> index in [all gates, all ups]."""
     return torch.arange(n).view(2, -1, RUN).transpose(0, 1).flatten()
 
 
 def interleaved(scheme: W4A16, layers: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Canonical tensors of [gates, ups], from one layer or two, in the kernels' order of rows."""
+    """Canonical tensors of gate and up, one fused layer or two, with interleaved rows."""
     codes = torch.cat([scheme.codes(each) for each in layers])
     scales = torch.cat([each["weight_scale"] for each in layers])
     zeros = torch.cat([scheme.zeros(each) for each in layers])
@@ -31,5 +30,5 @@ def interleaved(scheme: W4A16, layers: Sequence[Tensors]) -> dict[str, Tensor]:
 
 
 def apart(y: Tensor) -> Tensor:
-    """(..., n) in the kernels' order -> all gates, then all ups."""
+    """(..., n) interleaved -> all gates, then all ups."""
     return y.view(*y.shape[:-1], -1, 2, RUN).transpose(-3, -2).reshape(y.shape)

@@ -1,4 +1,4 @@
-"""Which kernels w4a16 has on a GPU: their instances by name, and what of them a layer can need."""
+"""Template instances of the w4a16 CUDA kernels, and which of them a layer may need."""
 
 import functools
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ BATCH_ARCH = "sm_90a"
 
 @dataclass(frozen=True)
 class Kind:
-    """What names an instance of the kernels, beside the activations' type."""
+    """Template parameters of the kernels, except the activations' dtype and the tile."""
 
     kernel: Literal["decode", "stripe"]
-    group: int  # of a record: 32, 64, 128
+    group: int  # group size in a record: 32, 64, 128
     zeros: bool
     planes: int
     scale_dtype: torch.dtype
@@ -46,7 +46,7 @@ KINDS = [
 
 @functools.cache
 def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
-    """For up to 16 tokens."""
+    """w4a16_decode, or w4a16_stripe."""
     return _kernel(kind.kernel, kind, dtype, tokens, bands)
 
 
@@ -67,8 +67,8 @@ def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
 
 
 def rounds_once(kind: Kind, dtype: torch.dtype) -> bool:
-    """Whether kernels that decode weights in registers round them once: codes of one plane, and
-    scales of x's type. w4a16_batch does so, and w4a16_stripe past 16 tokens."""
+    """Whether decoding weights to x's dtype in registers rounds once, as w4a16_batch, and
+    w4a16_stripe for more than 16 tokens, require: codes of one plane, and scales of x's dtype."""
     return kind.planes == 1 and kind.scale_dtype == dtype
 
 
@@ -82,7 +82,8 @@ def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
 
 
 def kind_of(scheme: W4A16, kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
-    k = scheme.group_size if scheme.group_size > 0 else arrange.K  # any that it divides
+    # any multiple of the group size gives the same kind
+    k = scheme.group_size if scheme.group_size > 0 else arrange.K
     shape = arrange.record_shape(scheme, 1, k, scale_dtype)
     return Kind(kernel, shape.record_group, shape.zeros, shape.planes, scale_dtype)
 
@@ -90,8 +91,8 @@ def kind_of(scheme: W4A16, kernel: Literal["decode", "stripe"], scale_dtype: tor
 def programs(
     scheme: W4A16, kernel: Literal["decode", "stripe"], dtype: torch.dtype, arch: str
 ) -> tuple[Program, ...]:
-    """Every kernel that a layer of this scheme and a model in `dtype` can need on such a GPU:
-    w4a16_decode's company from sm_90 on, w4a16_stripe's before."""
+    """All kernels that layers of this scheme in a model of `dtype` may need on `arch`. The "decode"
+    kernels are for sm_90 and later, the "stripe" kernels for earlier GPUs."""
     if dtype not in TYPES or (kernel == "decode") != (capability(arch) >= (9, 0)):
         return ()
     kind = kind_of(scheme, kernel, dtype)

@@ -1,6 +1,6 @@
-"""w4a16's ops on an NVIDIA GPU: records in memory, our own kernels, torch's current stream.
+"""w4a16's ops on an NVIDIA GPU: weights in records, Billfish's kernels, PyTorch's current stream.
 
-plan.py has the launches. Kernels are compiled when a layer is arranged, never during a capture.
+plan.py launches. Kernels are compiled when a layer is loaded, never during a CUDA graph capture.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from billfish.schemes.w4a16.scheme import W4A16
 
 
 class CudaOp(Op):
-    """Hopper's kernel: bulk copies, clusters, dependent launches."""
+    """For Hopper and later: bulk copies, clusters, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
     kernel: ClassVar[Literal["decode", "stripe"]] = "decode"
@@ -68,12 +68,12 @@ class CudaOp(Op):
 
     def _prepare(self) -> None:
         shape = self.shape
-        # A kernel fetches weights before it waits for earlier kernels: these must have ended.
+        # With PDL a kernel fetches weights before earlier kernels end, so packing must be complete.
         torch.cuda.current_stream(self.records.device).synchronize()
         plan(index_of(self.records.device), shape.n, shape.k, self.kind, shape.scale_dtype)
 
     def _sorted(self, tensors: Tensors, g_idx: Tensor) -> dict[str, Tensor]:
-        """As of a scheme whose groups are runs of columns."""
+        """The tensors with columns sorted by group, and `inner`, the scheme without g_idx."""
         scales, codes = tensors["weight_scale"], self.scheme.codes(tensors)
         groups = scales.shape[1]
         self.order = columns.by_group(g_idx, groups, self.name)
@@ -106,7 +106,7 @@ class CudaOp(Op):
 
     @classmethod
     def join(cls, ops: Sequence[Self]) -> Self | None:
-        # Bands of 64 outputs must line up.
+        # Every op but the last must fill its bands of 64 outputs.
         if not _alike(ops) or any(op.shape.n % arrange.N for op in ops[:-1]):
             return None
         whole = copy(ops[0])
@@ -135,7 +135,7 @@ def _alike(ops: Sequence[CudaOp]) -> bool:
 @dataclass(frozen=True)
 class Gated:
     whole: "CudaOp"
-    parts: list["Part"]  # what the layers run with from now on
+    parts: list["Part"]  # the layers' ops from now on
 
     @classmethod
     def of(cls, whole: "CudaOp", sizes: Sequence[int]) -> "Gated":
@@ -151,8 +151,8 @@ class Gated:
 
 
 class Part(Op):
-    """One of the layers on its own: it runs the whole product and takes its rows. Twice the work,
-    for whoever calls a model's modules beside its decoder."""
+    """Op of the gate or the up layer alone, for code that calls the model's modules instead of the
+    decoder: it computes both and takes its rows, twice the work."""
 
     name: ClassVar[str] = "gated"
 
@@ -178,11 +178,11 @@ class Part(Op):
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> None:
-        """What there was to join, is."""
+        """Gate and up are joined already."""
 
     @classmethod
     def gate(cls, ops: Sequence["Part"]) -> Gated | None:
-        """The one that they belong to: for another decoder of the same model."""
+        """The op that they are parts of, for a second decoder of the same model."""
         found = Gated.of(ops[0].whole, [len(op.rows) for op in ops])
         pairs = zip(ops, found.parts, strict=True)
         same = all(a.whole is b.whole and torch.equal(a.rows, b.rows) for a, b in pairs)
@@ -190,7 +190,7 @@ class Part(Op):
 
 
 class StripeOp(CudaOp):
-    """MARLIN's own way, for GPUs from Ampere on."""
+    """MARLIN's striped partition, for GPUs from Ampere on."""
 
     name: ClassVar[str] = "stripe"
     kernel: ClassVar[Literal["decode", "stripe"]] = "stripe"
@@ -198,7 +198,7 @@ class StripeOp(CudaOp):
 
 
 class InvariantOp(CudaOp):
-    """A row's result does not depend on the batch it is in: one order of sums for all m."""
+    """Batch invariant: sums are added in the same order for every m."""
 
     name: ClassVar[str] = "invariant"
     batch_invariant: ClassVar[bool] = True

@@ -1,9 +1,9 @@
-"""One layer's launches on one GPU: which kernel runs m tokens, with which tile configuration.
+"""Chooses the kernel and the tile configuration that run m tokens of one layer on one GPU.
 
-Up to 16 tokens run in one launch at the speed of memory (w4a16_decode from sm_90 on, w4a16_stripe
-from sm_80 on), more on Hopper's tensor cores (w4a16_batch); without these up to four slices, of 16
-tokens (decode) or 64 (stripe), and more through decoded panels and the library's matrix product.
-All of it is one operator of torch, so that torch.compile traces it and CUDA graphs capture it.
+Up to 16 tokens take one memory-bound launch (w4a16_decode from sm_90 on, w4a16_stripe from sm_80
+on). More run on w4a16_batch, Hopper's wgmma kernel. Where that cannot run, x is split into up to
+four slices of 16 (decode) or 64 tokens (stripe); beyond, weights are decoded panel by panel for
+PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
 """
 
 import functools
@@ -31,15 +31,16 @@ from billfish.schemes.w4a16.cuda.instances import (
 )
 
 PANEL_THREADS = 256  # panel.cuh
-# Each slice reads the weights again; decoding writes and reads them at 16 bits, 8 times as much.
+# Each slice reads the weights again; decoded weights are written and read in 16 bits, 8 times as
+# many bytes as 4-bit weights read once.
 MOST_SLICES = 4
-PANEL_WEIGHTS = 2**25  # decoded at once: 64 MB, about what L2 keeps
+PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
 Path = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]  # x, records, bias, out
 
 
 class Plan:
-    """One layer's launches on one device: all that does not change from call to call."""
+    """Everything about one layer's launches on one device that is the same in every call."""
 
     def __init__(self, index: int, n: int, k: int, kind: Kind, dtype: torch.dtype) -> None:
         self.n, self.k, self.kind, self.dtype = n, k, kind, dtype
@@ -152,7 +153,7 @@ class Plan:
         return run
 
     def decoded(self, records: Tensor, start: int, end: int) -> Tensor:
-        """Weights of bands [start, end): (rows, k)."""
+        """Decoded weights of bands [start, end): (rows, k)."""
         rows = min(end * arrange.N, self.n) - start * arrange.N
         out = torch.empty(rows, self.k, dtype=self.dtype, device=records.device)
         grid = (self.k_tiles // self.kind.planes, end - start)
@@ -160,17 +161,18 @@ class Plan:
         self.panel.launch(grid, PANEL_THREADS, arguments)
         return out
 
-    # -- which of them runs m tokens
+    # -- choice of the kernel for m tokens
 
     def path(self, m: int, invariant: bool, gated: bool) -> Path:
-        """Chosen once for each m; `gated` stores silu(gate) * up."""
+        """The function that runs m tokens, cached for each m; `gated`: it stores silu(gate) *
+        up."""
         found = self.paths.get((m, invariant, gated))
         if found is None:
             found = self.paths[m, invariant, gated] = self._path(m, invariant, gated)
         return found
 
     def _path(self, m: int, invariant: bool, gated: bool) -> Path:
-        if gated and not self.batches:  # x of another type than the scales
+        if gated and not self.batches:  # x and scales have different dtypes
             return self._gated_after(self.path(m, invariant, False))
         if invariant and not self.batches:
             raise UserError(
@@ -197,7 +199,7 @@ class Plan:
         )
 
     def _slices(self, m: int, most: int, kernel: Callable[[int], Callable[..., None]]) -> Path:
-        """The kernel over `most` rows of x at a time, which it wants aligned and without gaps."""
+        """Runs a kernel on `most` rows of x at a time, after making x aligned and contiguous."""
         starts = range(0, m, most)
         runs = [(start, min(most, m - start)) for start in starts]
         calls = [(start, rows, kernel(rows)) for start, rows in runs]
@@ -229,7 +231,7 @@ class Plan:
         return run
 
     def _panels(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """A panel of decoded weights at a time, and the library's product."""
+        """Decode a panel of weights at a time and multiply it with PyTorch."""
         rows, outs = x.reshape(-1, self.k), out.view(-1, self.n)
         step = max(1, PANEL_WEIGHTS // (self.k * arrange.N))
         for start in range(0, self.bands, step):
@@ -255,8 +257,8 @@ def linear(
     invariant: bool,
     gated: bool = False,
 ) -> Tensor:
-    """x (..., k) -> (..., n), in x's dtype. Allocates the result and, for many tokens, a panel.
-    `gated`: (..., n / 2), silu(gate) * up of rows that lie as gated.py has them, without bias."""
+    """x (..., k) -> (..., n) in x's dtype. Allocates the result and, for decoded weights, a panel.
+    `gated`: (..., n / 2), silu(gate) * up of rows interleaved as in gated.py, without bias."""
     shape, dtype = x.shape, x.dtype
     if dtype not in TYPES:
         raise UserError(f"activations are {dtype}; CUDA kernels take float16 and bfloat16.")
@@ -274,8 +276,8 @@ def linear(
     return out
 
 
-# For torch.compile and whatever else must see an operator. Library.impl costs 5 us a call around a
-# launch of 5 us, the custom_op decorator 22: plain eager calls go straight to `linear`.
+# The operator that torch.compile and dispatch modes see. Eager calls use `linear` directly: around
+# a launch of 5 us, Library.impl adds 5 us a call and the custom_op decorator 22.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_linear(Tensor x, Tensor records, Tensor? bias, int n, int k, int kind, "

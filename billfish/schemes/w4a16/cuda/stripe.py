@@ -1,8 +1,9 @@
-"""How w4a16_stripe is cut up: stripe.cuh's arithmetic as pure functions, tested without a GPU.
+"""Work partition of w4a16_stripe: stripe.cuh's arithmetic as pure functions, tested without a GPU.
 
-A unit is one slice (128 inputs) of one tile (`bands` bands of 64 outputs), counted down one tile
-after the other; a stripe is one block's run of units. stripe.cuh draws it and says why a tile is
-summed from its last stripe to its first. Nothing here depends on the number of tokens but memory.
+A unit is one slice (128 inputs) of one tile (`bands` bands of 64 outputs); units are numbered along
+k, tile after tile. A stripe is the contiguous run of units of one CTA. stripe.cuh draws this and
+explains why a tile is summed from its last stripe to its first. The number of tokens changes only
+the memory that is needed.
 """
 
 from collections.abc import Iterator
@@ -11,29 +12,29 @@ from dataclasses import dataclass
 from billfish.formats.layout import BRICK_K, BRICK_N
 
 THREADS = 256
-STAGE_RECORDS = 4  # two of the eight warps work on each
+STAGE_RECORDS = 4  # two of the eight warps multiply each
 MOST_STAGES = 4  # MARLIN 3.4
-MOST_SMEM = 99 * 1024  # of a block on sm_86 and sm_89
-BANDS = {8: 2, 16: 2, 32: 2, 64: 4}  # of a tile, by tokens: MARLIN's 128 and 256 outputs
+MOST_SMEM = 99 * 1024  # of a CTA on sm_86 and sm_89
+BANDS = {8: 2, 16: 2, 32: 2, 64: 4}  # tokens -> bands of a tile: MARLIN's 128 and 256 outputs
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stripe does of one tile."""
+    """The slices of one tile that one stripe computes."""
 
     tile: int
-    begin: int  # slices
+    begin: int  # first slice
     end: int
-    first: int  # the stripe with the tile's first slice: the tile's place in workspace and locks
-    turn: int  # adds its sums when the lock says so; 0 waits for nobody
-    writes: bool  # the output, as the last in turn; others write the workspace
+    first: int  # the stripe with the tile's first slice: index of the tile's workspace and lock
+    turn: int  # adds its sums when the lock has this value; 0 does not wait
+    writes: bool  # the last in turn writes the output, the others the workspace
 
 
 @dataclass(frozen=True)
 class Stripes:
     n: int
-    k_tiles: int  # slices of a tile, of all planes
-    bands: int  # of a tile: 2 or 4
+    k_tiles: int  # slices of a tile, all planes
+    bands: int  # of a tile, 2 or 4
     sms: int
 
     def __post_init__(self) -> None:
@@ -51,27 +52,28 @@ class Stripes:
 
     @property
     def blocks(self) -> int:
-        """The grid: one block an SM, but no stripe shorter than the pipeline is deep.
+        """Grid size: one CTA for each SM, unless stripes became shorter than the pipeline.
 
-        A tile's stripes take turns, each some microseconds (estimated, not measured): 32 stripes
-        of one slice would wait longer than 8 of four.
+        A tile's stripes add their sums in turn, which takes some microseconds each (estimated, not
+        measured): 32 stripes of one slice would wait longer than 8 of four.
         """
         return min(self.sms, max(self.tiles, self.units // MOST_STAGES))
 
     def begin(self, stripe: int) -> int:
-        """Its first unit; its end is the next one's."""
+        """First unit of a stripe; it ends where the next one begins."""
         return self.units * stripe // self.blocks
 
     def owner(self, unit: int) -> int:
-        """The last stripe that begins at or before it."""
+        """The stripe that computes a unit."""
         return ((unit + 1) * self.blocks - 1) // self.units
 
     def stripe_of_block(self, block: int) -> int:
-        """From the last to the first: a block waits only for those that started before it."""
+        """CTAs take stripes from the last to the first, so a CTA waits only for CTAs started before
+        it."""
         return self.blocks - 1 - block
 
     def parts(self, stripe: int) -> Iterator[Part]:
-        """In the order in which the stripe does them."""
+        """Parts of a stripe, in the order of computation."""
         unit, end = self.begin(stripe), self.begin(stripe + 1)
         while unit < end:
             tile = unit // self.k_tiles
@@ -84,17 +86,17 @@ class Stripes:
             unit = stop
 
     def workspace_bytes(self, tokens: int) -> int:
-        """fp32 sums of one tile for each block: a stripe is the first of at most one cut tile."""
+        """fp32 sums of one tile for each CTA: a stripe is the first of at most one split tile."""
         return self.blocks * self.bands * BRICK_N * tokens * 4
 
     @property
     def lock_bytes(self) -> int:
-        """32 bits for each block, zero before the first launch; every launch leaves zeros."""
+        """32 bits for each CTA, zero before the first launch; every launch leaves zeros."""
         return self.blocks * 4
 
 
 def stage_bytes(tokens: int, bands: int, record_bytes: int) -> int:
-    """Four records, and the activations of their one or two slices."""
+    """Bytes of a pipeline stage: four records, and the activations of their one or two slices."""
     return STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * BRICK_K * 2
 
 
@@ -103,5 +105,5 @@ def stages(tokens: int, bands: int, record_bytes: int) -> int:
 
 
 def smem_bytes(tokens: int, bands: int, record_bytes: int) -> int:
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a CTA."""
     return stages(tokens, bands, record_bytes) * stage_bytes(tokens, bands, record_bytes)

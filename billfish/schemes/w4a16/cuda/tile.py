@@ -1,8 +1,8 @@
-"""How w4a16_decode is cut up on a GPU: a pure function of sizes, so that it is tested without one.
+"""Tile configuration of w4a16_decode: a pure function of sizes, tested without a GPU.
 
-A cluster of two blocks takes a share of the outputs in bands of 64, `bands` of them at a time, and
-its blocks split the inputs. Shares, bands and the split depend on the layer and the GPU alone, not
-on the number of tokens: a token's sums come in the same order whatever it is batched with.
+A cluster of two CTAs computes a share of the outputs, `bands` bands of 64 at a time; its CTAs split
+the inputs. Shares, bands and the split depend on the layer and the GPU, not on the number of
+tokens, so a token's sums are added in the same order in every batch.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels.device import Gpu
 
-MOST_TOKENS = 16  # of one launch: two columns of tensor-core tiles
-THREADS = 320  # two warps that copy, eight that multiply
+MOST_TOKENS = 16  # of one launch: two tensor-core tiles of 8 tokens
+THREADS = 320  # two producer warps, eight that multiply
 CLUSTER = 2
 STAGE_RECORDS = 4
-MOST_STAGES = 8  # barriers that decode.cuh has room for
+MOST_STAGES = 8  # decode.cuh reserves barriers for this many
 BARRIER_BYTES = 256
-RESERVED = 1024  # shared memory that each block costs beyond what it asks for
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each CTA
 
 
 @dataclass(frozen=True)
 class Tile:
     """One launch of w4a16_decode."""
 
-    tokens: int  # 8 or 16: columns of the instance
+    tokens: int  # 8 or 16: template parameter of the kernel
     bands: int  # 1, 2 or 4
     blocks: int
     stages: int
@@ -35,12 +35,11 @@ def tokens_of(m: int) -> int:
 
 
 def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu) -> Tile:
-    """Measured on an H200 (docs/LOG.md); other GPUs follow the same rule.
+    """A rule measured on an H200 (docs/LOG.md) and used for all GPUs.
 
-    Two blocks fit on an SM. Where a cluster for each pair of SMs has one or two bands, it gets just
-    these: the other place is for the next kernel's blocks, which fetch their weights meanwhile
-    (PDL). Longer work hides its own beginning, and both places work on it: 57344 x 8192 takes 57 us
-    then, 63 with one.
+    Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
+    those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
+    weights (PDL). Larger layers use both slots: 57344 x 8192 takes 57 us instead of 63.
     """
     tokens = tokens_of(m)
     total = -(-n // BRICK_N)
@@ -53,7 +52,7 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu) -> Tile:
     sums = STAGE_RECORDS * BRICK_N * tokens * 4 * min(passes, 2)
     stage = STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * BRICK_K * 2
     room = gpu.smem_per_sm // 2 - RESERVED
-    if room < BARRIER_BYTES + sums + 2 * stage:  # a GPU with little: one block an SM
+    if room < BARRIER_BYTES + sums + 2 * stage:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - BARRIER_BYTES - sums) // stage)
     smem = BARRIER_BYTES + stages * stage + sums

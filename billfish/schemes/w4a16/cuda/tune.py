@@ -1,7 +1,7 @@
-"""The search behind tuned.json: every tile configuration of w4a16_batch, timed on this card.
+"""The search that makes tuned.json: times every tile configuration of w4a16_batch on this GPU.
 
-Those that the model of batch.py expects to take more than twice the shortest are not tried.
-How calls are timed is the caller's: bench/timing.py.
+Configurations that batch.py's cost model expects to take more than twice the shortest time are
+skipped. The caller times the calls: bench/timing.py.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from billfish.schemes.w4a16.cuda.op import CudaOp
 from billfish.schemes.w4a16.cuda.plan import plan
 from billfish.schemes.w4a16.scheme import W4A16
 
-HOPELESS = 2.0  # times the model's shortest
+HOPELESS = 2.0  # times the shortest time that the cost model expects
 SCHEME, DTYPE = W4A16(4, 128), torch.float16
 TABLE = batch.TABLE
 MEASURED = "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes], us of the fastest"
@@ -34,7 +34,7 @@ def check(rows: tuple[int, ...]) -> None:
 
 
 def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[batch.Launch]:
-    """Of all cuts that fit, those the model does not give up; the most promising first."""
+    """Configurations that fit and are not hopeless by the cost model, the most promising first."""
     fit = (batch.launch(cut, m, n, k_tiles, record_bytes, card) for cut in batch.cuts())
     found = sorted((batch.model_us(how, k_tiles, card), i, how) for i, how in enumerate(fit) if how)
     return [how for us, _, how in found if us <= HOPELESS * found[0][0]]
@@ -43,7 +43,8 @@ def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> 
 def search_layer(
     n: int, k: int, rows: tuple[int, ...], card: Any, rules: Any, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The fastest configuration of one layer for each m; `card` and `rules` are bench/timing's."""
+    """The fastest configuration of one layer for each m; `card` and `rules` are
+    bench/timing.py's."""
     found, generator = gpu(card.device), torch.Generator(card.device).manual_seed(0)
     ops: list[CudaOp] = []
     while not ops or len(ops) < rules.copies(ops[0].nbytes(), rules.least_copies):

@@ -1,1 +1,1 @@
-"""Public file formats that hold the numbers of w4a16, to and from canonical tensors."""
+"""Public checkpoint formats for w4a16, converted to and from canonical tensors."""

@@ -1,7 +1,5 @@
-"""AWQ gemm. A file always holds its zeros, so AWQ is asymmetric whatever its config says.
-
-Knows no files.
-"""
+"""AWQ's gemm format. Files always hold zeros, so it is read as asymmetric whatever its config
+says."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class Awq(Plain):
     }
 
     base: W4A16
-    skip: tuple[str, ...] = ()  # modules_to_not_convert: parts of names
+    skip: tuple[str, ...] = ()  # modules_to_not_convert: substrings of names
 
     @staticmethod
     def claims(config: Config) -> bool:

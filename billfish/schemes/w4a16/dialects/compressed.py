@@ -1,8 +1,9 @@
-"""compressed-tensors `pack-quantized`: the dialect we write; its tensors are our canonical tensors.
+"""compressed-tensors `pack-quantized`, the format that Billfish writes for w4a16: its tensors are
+the canonical tensors.
 
-Only the quantization_config needs work: which modules a group's targets and the ignore list mean,
-and what of the many things compressed-tensors can say is w4a16. The rest is refused by name. Knows
-no files, nor the compressed-tensors package, of which every engine pins another version.
+This module reads and writes the quantization_config: which modules the targets and the ignore list
+select, and which settings are w4a16; others are refused by name. It does not use the
+compressed-tensors package, of which every engine pins another version.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from billfish.schemes.w4a16.scheme import G_IDX, W4A16
 
 METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
-# The release whose config and words we write; tests compare with the package itself.
+# The release whose format is written; tests compare with the package itself.
 VERSION = "0.20.0"
 LINEAR = "Linear"
 
@@ -74,13 +75,13 @@ class CompressedTensors(Plain):
                 targets[target] = scheme
         ignore = tuple(names(config, "ignore"))
         for expression in (*targets, *ignore):
-            _matches(expression, "")  # a broken one is an error now, not at some layer
+            _matches(expression, "")  # raises now if it is invalid
         return CompressedTensors(targets, ignore)
 
     def scheme(self, module: str) -> W4A16 | None:
         if any(_matches(entry, module) for entry in self.ignore):
             return None
-        # The package's precedence: exact name, then expressions sorted by their text, then class.
+        # The package's precedence: exact name, then sorted regular expressions, then class.
         if module in self.targets:
             return self.targets[module]
         for target in sorted(self.targets):
@@ -118,7 +119,7 @@ class CompressedTensors(Plain):
         distinct = dict.fromkeys(schemes.values())
         if len(distinct) == 1:
             return CompressedTensors.config_of_all(common_scheme(schemes), ignore)
-        # Names only: engines differ in what wins when a name and "Linear" both match.
+        # Names only: engines differ in which wins if a name and "Linear" both match.
         groups: dict[W4A16, list[str]] = {scheme: [] for scheme in distinct}
         for module, scheme in schemes.items():
             groups[scheme].append(module)
@@ -173,7 +174,7 @@ def _write_weights(scheme: W4A16) -> dict[str, Any]:
         "dynamic": False,
     }
     if scheme.has_g_idx:
-        # Only of foreign GPTQ models. vLLM 0.32 and the package 0.20 no longer load it; we do.
+        # From others' GPTQ models. vLLM 0.32 and the package 0.20 no longer load it; Billfish does.
         weights["actorder"] = "group"
     return weights
 

@@ -1,9 +1,8 @@
 """GPTQ v1 and v2: codes packed along k, zeros along n, all transposed against canonical tensors.
 
-v1 stores zero - 1. That offset was never written down by its authors and cannot say zero = 0, so v1
-is written only for symmetric models, and v2, which stores the zero itself, for the others. Where a
-config and its data contradict each other, an error is raised: no guess could be told from nonsense.
-Knows no files.
+v1 stores zero - 1, which cannot represent zero = 0. So v1 is written only for symmetric models, and
+v2, which stores the zero itself, for the others. If a config contradicts its tensors an error is
+raised, because a wrong guess would give a model that writes nonsense.
 """
 
 import re
@@ -53,13 +52,14 @@ class Gptq(Plain):
 
     base: W4A16
     stored_as: str = "gptq"  # or gptq_v2
-    dynamic: Mapping[str, W4A16 | None] | None = None  # expression -> scheme; the first match
-    only: tuple[str, ...] = ()  # modules_in_block_to_quantize: parts of names; empty: all
+    # regular expression -> scheme; the first match counts
+    dynamic: Mapping[str, W4A16 | None] | None = None
+    only: tuple[str, ...] = ()  # modules_in_block_to_quantize: substrings of names; empty: all
     lm_head: bool = False
 
     @staticmethod
     def claims(config: Config) -> bool:
-        return method_of(config) == "gptq"  # unless it is Marlin's, which is asked first
+        return method_of(config) == "gptq"  # Marlin, which the registry asks first, is excluded
 
     @property
     def label(self) -> str:
@@ -81,7 +81,7 @@ class Gptq(Plain):
         dynamic: dict[str, W4A16 | None] = {}
         for rule, overrides in section(config, "dynamic").items():
             expression = re.sub(r"^[+-]:", "", rule)
-            pattern(expression)("")  # broken ones are an error now
+            pattern(expression)("")  # raises now if it is invalid
             dynamic[expression] = None if rule.startswith("-:") else _gptq_scheme(overrides, base)
         return Gptq(
             base,
@@ -114,8 +114,8 @@ class Gptq(Plain):
         words, n = stored["qweight"].shape
         return n, words * layout.WORD_BITS // scheme.bits
 
-    def settle(self, scheme: W4A16, stored: Tensors) -> W4A16:
-        """Whether g_idx is more than k // group_size is not in desc_act but in the data."""
+    def resolve_scheme(self, scheme: W4A16, stored: Tensors) -> W4A16:
+        """g_idx itself, not desc_act, tells whether columns are out of order."""
         g_idx = stored.get("g_idx")
         if g_idx is None:
             if scheme.has_g_idx:
@@ -130,8 +130,8 @@ class Gptq(Plain):
 
     def to_canonical(self, scheme: W4A16, stored: Tensors, n: int, k: int) -> dict[str, Tensor]:
         check_stored(self, scheme, stored, n, k)
-        if self.settle(scheme, stored) != scheme:
-            raise UserError(f"g_idx does not fit {scheme}; call settle() first.", "g_idx")
+        if self.resolve_scheme(scheme, stored) != scheme:
+            raise UserError(f"g_idx does not fit {scheme}; call resolve_scheme() first.", "g_idx")
         codes = layout.gptq(scheme.bits).unpack(stored["qweight"], n, k)
         tensors = scheme.pack(codes, stored["scales"].T, self._zeros(scheme, stored, n))
         if scheme.has_g_idx:
@@ -238,7 +238,7 @@ def _gptq_scheme(config: Config, base: W4A16 | None) -> W4A16:
     )
     if scheme.bits not in GPTQ_BITS:
         raise UserError(f"quantization_config: GPTQ with {scheme.bits} bits; it has 2, 3, 4 or 8.")
-    # One group per channel: an order of columns changes nothing.
+    # With one group for all of k the order of columns does not matter.
     return replace(scheme, has_g_idx=False) if scheme.group_size == -1 else scheme
 
 

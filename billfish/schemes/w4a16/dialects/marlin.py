@@ -1,4 +1,4 @@
-"""Marlin: the word order of one kernel, read only; formats/layout.py derives it. Knows no files."""
+"""Marlin's own format, read only: words in the order of its kernel (formats/layout.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class Marlin(Plain):
         scales = torch.empty_like(runs)
         scales[:, order] = runs
         scales = scales.reshape(-1, n).T
-        return scheme.pack(codes, scales, scales)  # symmetric: the zeros are not stored
+        return scheme.pack(codes, scales, scales)  # pack() ignores the zeros of a symmetric scheme
 
     def from_canonical(self, scheme: W4A16, tensors: Tensors) -> dict[str, Tensor]:
         raise UserError(self.refuses("", scheme, *scheme.size(tensors)) or "")

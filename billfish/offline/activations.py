@@ -1,6 +1,7 @@
-"""The calibration activations between two blocks: in memory, and on disk for a job that is stopped.
+"""Calibration activations between two blocks: held in memory, and saved so that a stopped job can
+resume.
 
-hidden-0000i.safetensors   what enters block i
+    hidden-0000i.safetensors   inputs of block i
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from billfish.checkpoints.write import write_shard
 
 
 @dataclass
-class Hidden:
-    quantized: list[Tensor]  # (batch, length, hidden) each: behind the quantized blocks
-    original: list[Tensor] = field(default_factory=list)  # behind the original ones; only GPTQ asks
+class Activations:
+    quantized: list[Tensor]  # (batch, length, hidden) each: outputs of the quantized blocks
+    # Outputs of the original blocks; only methods with `follows_original` (GPTQ) keep them.
+    original: list[Tensor] = field(default_factory=list)
 
-    def copy(self) -> "Hidden":
-        """The same tensors, which nobody changes, in lists of its own."""
-        return Hidden([*self.quantized], [*self.original])
+    def copy(self) -> "Activations":
+        """New lists of the same tensors; the tensors themselves are never modified in place."""
+        return Activations([*self.quantized], [*self.original])
 
     def save(self, folder: Path, index: int) -> None:
         parts = {"quantized": self.quantized, "original": self.original}
@@ -29,14 +31,14 @@ class Hidden:
 
     @staticmethod
     def saved(folder: Path) -> dict[int, Path]:
-        """Files, by the block that they enter."""
+        """Index of the block whose inputs a file holds -> the file."""
         found = folder.glob("hidden-*.safetensors")
         return {int(path.stem.removeprefix("hidden-")): path for path in found}
 
     @staticmethod
-    def load(folder: Path, index: int, device: torch.device) -> "Hidden":
-        tensors = load_file(Hidden.saved(folder)[index], device=str(device))
+    def load(folder: Path, index: int, device: torch.device) -> "Activations":
+        tensors = load_file(Activations.saved(folder)[index], device=str(device))
         parts: dict[str, list[Tensor]] = {"quantized": [], "original": []}
         for name in sorted(tensors, key=lambda name: int(name.rpartition(".")[2])):
             parts[name.partition(".")[0]].append(tensors[name])
-        return Hidden(parts["quantized"], parts["original"])
+        return Activations(parts["quantized"], parts["original"])

@@ -1,18 +1,19 @@
-"""Which linears of a model a scheme takes, and what is said where it leaves some in 16 bits."""
+"""Fits a scheme to a model, and warns or refuses where it leaves linears in 16 bits."""
 
 from collections.abc import Sequence
 
 from billfish.errors import UserError
 from billfish.schemes.base import Fitting, Scheme, Shape
 
-TOLERATED = 0.05  # of the weights in the blocks, left in 16 bits
+TOLERATED = 0.05  # share of the blocks' weights that may stay in 16 bits
 
 
-def settle(
+def fit_scheme(
     wanted: Scheme | Fitting, shapes: Sequence[Shape], allow_skipped: bool
 ) -> tuple[Scheme, str | None]:
-    """The scheme, and what must be said of linears that it does not take. One that was chosen, and
-    leaves more than a little of a model as it is, is refused, unless that is asked for."""
+    """The scheme for linears of these shapes, and a warning if it cannot quantize all of them.
+    Raises if parameters that the user chose leave more than TOLERATED of the weights in 16 bits and
+    `allow_skipped` is not set."""
     scheme = wanted.fit(shapes) if isinstance(wanted, Fitting) else wanted
     left = sum(n * k for n, k in shapes if scheme.refuses(n, k))
     share = left / max(1, sum(n * k for n, k in shapes))
