@@ -463,7 +463,8 @@ def size(folder, rng, value):
             },
             "dtype": {"unknown": "nonsense", "function": "load", "number": 16},
             "auto_map": {"object": {"AutoModel": "evil.Model"}, "text": "evil", "number": 7},
-            "eos_token_id": {"text": "end", "object": {}},
+            "eos_token_id": {"text": "end", "object": {}, "nested": [[1]]},
+            "attention_dropout": {"seven": 7},
             "layer_types": {
                 "text": "full",
                 "unknown": ["nonsense"] * 3,
@@ -497,6 +498,7 @@ def quantization_deleted(folder, rng):
 @damage(
     PACKED,
     unknown="nonsense",
+    false=False,
     number=7,
     list=["gptq"],
     bitsandbytes="bitsandbytes",
@@ -710,6 +712,7 @@ def adapter(folder, rng):
     list="[]",
     number="7",
     eos='{"eos_token_id": {"a": 1}}',
+    ends='{"eos_token_id": [[1]]}',
     nan='{"temperature": NaN, "do_sample": true}',
 )
 def generation(folder, rng, text):

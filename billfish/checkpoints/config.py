@@ -199,10 +199,17 @@ def _size(key: str, value: Any) -> str | None:
 
 
 def _token(key: str, value: Any) -> str | None:
-    if key not in TOKENS or value is None or isinstance(value, list):
+    if key not in TOKENS or value is None:
         return None
+    if isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+        return None  # its members come one by one
     good = type(value) is int and -1 <= value <= MAX_SIZE  # -1 means none in old configs
     return None if good else "it must be the number of a token"
+
+
+def _probability(key: str, value: Any) -> str | None:
+    wrong = "drop" in key and type(value) in (int, float) and not 0 <= value <= 1
+    return "a probability is 0 to 1" if wrong else None
 
 
 def _dtype(key: str, value: Any) -> str | None:
@@ -227,6 +234,7 @@ RULES: tuple[Callable[[str, Any], str | None], ...] = (
     _finite,
     _size,
     _token,
+    _probability,
     _dtype,
     _hub_kernel,
     _other_weights,

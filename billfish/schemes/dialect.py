@@ -112,7 +112,10 @@ class Plain:
 def method_of(config: Config) -> str | None:
     """A config's quant_method. A legacy quantize_config.json does not name it; then it is guessed
     from the keys."""
-    method = config.get("quant_method") or config.get("method")
+    named = config.get("quant_method")
+    if named is not None and not isinstance(named, str):  # transformers would ignore the config
+        raise UserError(f"quantization_config: quant_method is {named!r}, expected a name.")
+    method = named or config.get("method")
     if method:
         return str(method)
     if "w_bit" in config or "zero_point" in config:

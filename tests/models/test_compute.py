@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from billfish import LLM, SamplingParams
-from billfish.bench import generation, own_server
-from billfish.bench.generate import Run
+from billfish.bench import generation, local_server
+from billfish.bench.generate import GenerateBench
 from billfish.bench.variants import GenerateRequest as Bench
 from billfish.bench.variants import parse_variants, usual
 from billfish.cli import doctor
@@ -260,7 +260,7 @@ class TestNothingMultipliesIn16Bits:
         assert usual(True, CPU) == "fp32+kv16,w4a16+kv16"
         for path, random in ((config, True), (packed, False)):
             asked = Bench(str(path), random, parse_variants(usual(random, CPU)), **SHORT)
-            told = Run(asked, CPU).measure()["variants"]
+            told = GenerateBench(asked, CPU).measure()["variants"]
             assert {variant["dtype"] for variant in told} == {"float32"}
             assert not any(point["error"] for variant in told for point in variant["points"])
 
@@ -345,7 +345,7 @@ def test_benches_obey(asked, half, packed, tmp_path, monkeypatch, capsys):
         assert own.request.dtype == asked and own.request.variants[0].weights == name
         raise UserError("seen")
 
-    monkeypatch.setattr(own_server, "measure", stop)
+    monkeypatch.setattr(local_server, "measure_variants", stop)
     command = ["bench", "serve", "--config", str(config), "--device", "cpu", "--dtype", asked]
     assert str(CliRunner().invoke(app, command).exception) == "seen"
     command = ["bench", "serve", "http://127.0.0.1:9", "--dtype", asked]
