@@ -6,8 +6,8 @@ four slices of 16 (decode) or 64 tokens (stripe); beyond, weights are decoded pa
 PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
 """
 
-import functools
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -180,44 +180,44 @@ class Plan:
                 "invariant layer takes those of its scales' type. Load the model in that dtype."
             )
         if invariant:
-            return self._slices(m, batch.MOST_INVARIANT, lambda tokens: self._batch(True, gated))
+            kernel = partial(self.batch, invariant=True, gated=gated)
+            return self._slices(m, batch.MOST_INVARIANT, lambda rows: kernel)
         if m <= tile.MOST_TOKENS:
-            return self._slices(m, m, lambda tokens: self._few(tokens, gated))
+            return self._one(m, partial(self._few(m), gated=gated))
         if self.batches:
-            return self._slices(m, m, lambda tokens: self._batch(False, gated))
+            return self._one(m, partial(self.batch, invariant=False, gated=gated))
         if m <= self.most * MOST_SLICES:
-            return self._slices(m, self.most, lambda tokens: self._few(tokens, False))
+            return self._slices(m, self.most, lambda rows: partial(self._few(rows), gated=False))
         return self._panels
 
-    def _few(self, m: int, gated: bool) -> Callable[..., None]:
-        run = self.few[min(tokens for tokens in self.few if tokens >= m)]
-        return lambda x, records, bias, out, m: run(x, records, bias, out, m, gated)
+    def _few(self, m: int) -> Callable[..., None]:
+        return self.few[min(tokens for tokens in self.few if tokens >= m)]
 
-    def _batch(self, invariant: bool, gated: bool) -> Callable[..., None]:
-        return lambda x, records, bias, out, m: self.batch(
-            x, records, bias, out, m, invariant, gated
-        )
-
-    def _slices(self, m: int, most: int, kernel: Callable[[int], Callable[..., None]]) -> Path:
-        """Runs a kernel on `most` rows of x at a time, after making x aligned and contiguous."""
-        starts = range(0, m, most)
-        runs = [(start, min(most, m - start)) for start in starts]
-        calls = [(start, rows, kernel(rows)) for start, rows in runs]
-        padding = (0, -self.k % 8)
+    def _one(self, m: int, kernel: Callable[..., None]) -> Path:
+        """One launch for all rows; x is made aligned and contiguous. A decode step pays for every
+        Python frame on this way, which is why slices have a closure of their own."""
+        padding = -self.k % 8
 
         def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
-            if padding[1]:
-                x = pad(x, padding)
+            if padding:
+                x = pad(x, (0, padding))
             if not x.is_contiguous():
                 x = x.contiguous()
             if x.data_ptr() % 16:
                 x = x.clone()
-            if len(calls) == 1:
-                calls[0][2](x, records, bias, out, m)
-                return
-            x, out = x.view(m, -1), out.view(m, -1)
-            for start, rows, call in calls:
-                call(x[start : start + rows], records, bias, out[start:], rows)
+            kernel(x, records, bias, out, m)
+
+        return run
+
+    def _slices(self, m: int, most: int, kernel: Callable[[int], Callable[..., None]]) -> Path:
+        """A launch for every `most` rows."""
+        sizes = [min(most, m - start) for start in range(0, m, most)]
+        calls = [self._one(rows, kernel(rows)) for rows in sizes]
+
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+            xs, outs = torch.split(x.reshape(m, -1), sizes), torch.split(out.view(m, -1), sizes)
+            for call, some, made in zip(calls, xs, outs, strict=True):
+                call(some, records, bias, made)
 
         return run
 
@@ -242,7 +242,7 @@ class Plan:
             out.add_(bias)
 
 
-@functools.cache
+@cache
 def plan(index: int, n: int, k: int, kind: int, dtype: torch.dtype) -> Plan:
     return Plan(index, n, k, KINDS[kind], dtype)
 
