@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import billfish
+from billfish.bench import timing
 from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
@@ -111,6 +112,11 @@ def panel():
     yield "kPanelThreads", plan.PANEL_THREADS
 
 
+def read():
+    yield "kReadThreads", timing.READ_THREADS
+    yield "kReadBlock", timing.READ_BLOCK
+
+
 def stripes():
     yield "kStripeThreads", stripe.THREADS
     yield "kStageRecords", stripe.STAGE_RECORDS
@@ -126,6 +132,7 @@ MIRRORED = {
     W4A16 / "batch.cuh": batches,
     W4A16 / "panel.cuh": panel,
     W4A16 / "stripe.cuh": stripes,
+    timing.READ.program.source: read,
 }
 
 
