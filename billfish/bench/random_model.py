@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from billfish.bench.shapes import SETS
-from billfish.checkpoints.read import read_config, read_json
+from billfish.checkpoints.config import read_config, read_json
 from billfish.errors import UserError
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import STD, Scheme

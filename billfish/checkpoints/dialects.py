@@ -1,5 +1,7 @@
 """Finds the dialect of a quantization_config, and the dialect in which a scheme is written."""
 
+from collections.abc import Iterable
+
 from billfish.checkpoints.own import Own
 from billfish.errors import UserError
 from billfish.schemes import SCHEMES
@@ -26,6 +28,7 @@ def read_dialect(config: Config) -> Dialect:
     )
 
 
-def dialect_of(scheme: Scheme) -> type[Dialect]:
-    """The dialect in which Billfish writes a scheme: its first public one, else Billfish's own."""
-    return next(iter(SCHEMES[scheme.name].dialects), Own)
+def dialect_of(schemes: Iterable[Scheme]) -> type[Dialect]:
+    """The dialect that we write: a public one if it holds all these schemes, else our own."""
+    written = {next(iter(SCHEMES[scheme.name].dialects), Own) for scheme in schemes}
+    return written.pop() if len(written) == 1 else Own

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from billfish.checkpoints.config import CONFIG, read_config, read_json, walk
-from billfish.checkpoints.header import DTYPES, Entry, read_header
+from billfish.checkpoints.header import Entry, read_header
 from billfish.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -169,17 +169,3 @@ def resolve(model: str) -> Path:
             f"{model}: no such directory here, and the hub does not give it "
             f"({type(error).__name__}). Check the path, the name or the network."
         ) from None
-
-
-__all__ = [
-    "DTYPES",
-    "INDEX",
-    "SINGLE",
-    "Checkpoint",
-    "Entry",
-    "read_config",
-    "read_header",
-    "read_json",
-    "resolve",
-    "stored_dtype",
-]

@@ -16,9 +16,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from billfish.checkpoints.read import INDEX, Checkpoint, read_header, read_json
+from billfish.checkpoints.config import read_json
+from billfish.checkpoints.header import read_header
+from billfish.checkpoints.read import INDEX
 from billfish.errors import UserError
-from billfish.formats.spec import first_nonfinite
 
 MANIFEST = "billfish_manifest.json"
 TEMPORARY = ".partial"
@@ -153,19 +154,3 @@ def refuse_existing(target: Path) -> None:
         raise UserError(
             f"{target}: exists and is not empty. Choose another directory or delete it."
         )
-
-
-__all__ = [
-    "MANIFEST",
-    "TEMPORARY",
-    "Checkpoint",
-    "check_manifest",
-    "copy_companions",
-    "finish",
-    "first_nonfinite",
-    "refuse_existing",
-    "shard_name",
-    "write_atomically",
-    "write_json",
-    "write_shard",
-]

@@ -22,9 +22,11 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from billfish.checkpoints.dialects import dialect_of, read_dialect
+from billfish.checkpoints.header import read_header
 from billfish.checkpoints.match import problems, refuse
+from billfish.checkpoints.own import METHOD
 from billfish.checkpoints.packed import unpacked
-from billfish.checkpoints.read import Checkpoint, read_header
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.compute import compute_dtype, cpu_type, name_of
 from billfish.models.linear import QuantLinear
@@ -32,7 +34,6 @@ from billfish.schemes.base import Scheme
 from billfish.schemes.dialect import Dialect, refuse_unknown
 from billfish.schemes.registry import compile_kernels
 
-METHOD = "billfish"
 logger = logging.get_logger(__name__)
 
 
@@ -198,7 +199,7 @@ class BillfishQuantizer(HfQuantizer):
         """Set the config that save_pretrained writes: the checkpoint's own if it describes the
         tensors that will be written, else a new one."""
         ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        writer = dialect_of(next(iter(schemes.values())))
+        writer = dialect_of(schemes.values())
         if isinstance(self.dialect, writer):
             known = {name: self.dialect.scheme(name) for name in (*schemes, *ignore)}
             if known == {**dict.fromkeys(ignore), **schemes}:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from billfish.checkpoints.dialects import dialects
 from billfish.checkpoints.match import (
     architecture,
     cause,
@@ -102,7 +103,7 @@ def check(path: Path | str) -> Checkpoint:
         dialect = unsupported = None  # transformers ignores quantize_config.json
     if unsupported is None:
         refuse(checkpoint, problems(checkpoint, *unpacked(checkpoint, dialect)))
-    elif method in OWN or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    elif method in dialects() or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(f"{checkpoint.path / 'config.json'}: {unsupported}")
     return checkpoint
 

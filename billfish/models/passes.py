@@ -238,6 +238,3 @@ def observe_inputs(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-__all__ = ["BlockRunner", "BlockStructure", "Part", "observe_inputs", "probe_structure"]

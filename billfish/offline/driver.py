@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from billfish.checkpoints import write as files
+from billfish.checkpoints.config import read_json
 from billfish.checkpoints.dialects import dialect_of
-from billfish.checkpoints.read import Checkpoint, read_json
+from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.errors import UserError
+from billfish.formats.spec import first_nonfinite
 from billfish.models.blocks import Arguments
 from billfish.models.compute import name_of
 from billfish.offline.activations import Activations
@@ -237,7 +239,7 @@ class Job:
         if not tensor.is_floating_point():
             return tensor
         cast = tensor.to(self.stored_dtype)
-        problem = files.first_nonfinite(name, cast)
+        problem = first_nonfinite(name, cast)
         if problem:
             raise UserError(
                 f"{problem} once it is cast to {self.stored_dtype}: too large for it. "
@@ -281,7 +283,7 @@ class Job:
         config = dict(self.task.source.config)
         config.pop("torch_dtype", None)
         config["dtype"] = name_of(self.stored_dtype)
-        config["quantization_config"] = dialect_of(self.scheme).config_of_all(
+        config["quantization_config"] = dialect_of([self.scheme]).config_of_all(
             self.scheme, sorted(self.task.skipped)
         )
         files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])

@@ -11,7 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints.read import Checkpoint, read_json
+from billfish.checkpoints.config import read_json
+from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
 from billfish.offline.costs import Linear, estimate

@@ -6,6 +6,7 @@ layout, and can return them unchanged. A Family is what one folder under schemes
 registry. The rest of the package uses these interfaces and names no scheme.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -89,7 +90,7 @@ STD = 0.02  # of random weights: activations of 80 layers stay far below fp16's 
 
 
 @dataclass(frozen=True)
-class Solved:
+class Solved(ABC):
     """Result of a solver for one weight, or for several stacked along n. Each scheme has a subclass
     that adds what it stores and implements `rows` and `tensors`."""
 
@@ -106,13 +107,13 @@ class Solved:
         lost, total = self.energy.double().sum(0).tolist()
         return float(lost / total) if total else 0.0
 
+    @abstractmethod
     def rows(self, start: int, end: int) -> Self:
         """The result for rows [start, end): one linear of a stack."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The canonical tensors."""
-        raise NotImplementedError
 
 
 class LinearOp(Protocol):

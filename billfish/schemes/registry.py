@@ -46,6 +46,9 @@ def from_fields(written: dict[str, Any]) -> Scheme:
         scheme: Scheme = known(**parameters)
     except TypeError as error:
         raise UserError(f"scheme {known.name}: parameters {parameters} do not fit it.") from error
+    for field in dataclasses.fields(known):  # a config may hold anything: "no" is not false
+        if type(getattr(scheme, field.name)) is not type(field.default):
+            raise UserError(f"scheme {known.name}: parameters {parameters} do not fit it.")
     return scheme
 
 

@@ -26,6 +26,9 @@ class Method:
     sums: float = 0.0  # outer products of a token's inputs, in full (k, k): symmetric x x^T is 0.65
     flops: Callable[[int, int], float] = lambda n, k: 0.0  # of the solver's matrix products
 
+    def __post_init__(self) -> None:
+        assert self.refine is None or self.follows_original, "refine needs the original's outputs"
+
 
 def _gptq_flops(n: int, k: int) -> float:
     """Error feedback and the report's errors; `undrift`, with whichever order of products is

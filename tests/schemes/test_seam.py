@@ -3,6 +3,7 @@ registered works in every command, the engine, transformers and the tests of all
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,15 @@ from typer.testing import CliRunner
 import billfish
 from billfish.bench.kernels import KernelBench, KernelRequest
 from billfish.bench.shapes import parse_shapes
+from billfish.checkpoints.dialects import dialect_of, read_dialect
+from billfish.checkpoints.own import Own
 from billfish.cli.app import app
 from billfish.cli.doctor import diagnose
 from billfish.errors import UserError
 from billfish.models.linear import QuantLinear
 from billfish.schemes import SCHEMES
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
 
 HERE = Path(__file__).parent
 PROMPT = "The quick brown fox"
@@ -84,6 +89,8 @@ def test_verify_names_what_is_bad(made, tmp_path):
         ({"format_version": 2}, "format_version 2; this Billfish reads 1"),
         ({"schemes": {"0": {"name": "w9"}}}, "scheme 'w9': known are"),
         ({"schemes": {"0": {"name": "w8f", "colour": 1}}}, "do not fit it"),
+        ({"schemes": {"0": {"name": "w8f", "margin": True}}}, "do not fit it"),
+        ({"schemes": {"0": {"name": "w4a16", "symmetric": "no"}}}, "do not fit it"),
         ({"linear": "7"}, "has the scheme '7'; known are 0"),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -96,6 +103,16 @@ def test_verify_names_what_is_bad(made, tmp_path):
         (folder / "config.json").write_text(json.dumps(changed))
         done = CliRunner().invoke(app, ["verify", str(folder), "--json"])
         assert done.exit_code == 1 and told in done.stdout, done.stdout
+        with pytest.raises(UserError, match=re.escape(told)):
+            billfish.load(folder)
+
+
+def test_schemes_of_two_families_are_written_in_our_own_dialect():
+    mixed = {"a": W4A16(4, 32), "b": toy.W8F(), "c": W4A16(4, 32)}
+    writer = dialect_of(mixed.values())
+    assert writer is Own and dialect_of([mixed["a"]]) is CompressedTensors
+    read = read_dialect(json.loads(json.dumps(writer.config(mixed, ["d"]))))
+    assert {name: read.scheme(name) for name in "abcd"} == {**mixed, "d": None}
 
 
 def test_it_runs_in_transformers_and_is_saved_as_it_was(made, tmp_path):
