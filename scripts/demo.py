@@ -19,6 +19,7 @@ import torch
 import billfish  # noqa: F401  registers packed loading with transformers
 from billfish.checkpoints.read import resolve
 from billfish.cli import show
+from billfish.cli.progress import progress
 from billfish.engine.single import generate
 from billfish.errors import UserError
 from billfish.evaluate.report import write_report
@@ -76,7 +77,7 @@ def main() -> None:
     output = DEMO / f"{source.name}-w4a16"
     show.out.print(f"\n[bold]1. quantize[/]  {source} -> {output}")
     request = QuantizeRequest(source, output, method="gptq", nsamples=16, seqlen=512)
-    with show.progress() as tell:
+    with progress() as tell:
         result = quantize(request, resume=not finished(output), on_progress=tell)
     show.quantized(result)
 

@@ -101,6 +101,21 @@ def test_smollm2():
     says(f"gave {seeds[0]}, {seeds[1]} and {seeds[2]}", "Q4_1")
 
 
+def test_finetuning():
+    told, rows = load("smollm2-finetune.json"), []
+    names = {"gptq": "GPTQ", "finetune": "finetune", "wiki": "WikiText-2", "c4": "C4"}
+    for each in told["results"]:
+        scheme = with_options(
+            "w4a16", bits=each["bits"], group_size=64, symmetric=each["symmetric"]
+        )
+        kind = "symmetric" if each["symmetric"] else "asymmetric"
+        method = f"{names[each['method']]}, {each['bits']} bit {kind}"
+        true = bits_per_weight(scheme, 1536, 576, torch.bfloat16)
+        scores = [f"{each[text]:.2f}" for text in ("valid", "test", "c4")]
+        rows.append(row(method, names[each["data"]], f"{true:.2f}", *scores))
+    table(rows)
+
+
 def test_stories15m():
     told = load("stories15m.json")
     methods = {"gptq": "GPTQ", "awq": "AWQ", "rtn": "rounding to nearest"}

@@ -7,6 +7,7 @@ import typer
 
 from billfish.cli import show
 from billfish.cli.options import Device, Dtype, DtypeOption, Json, Model
+from billfish.cli.progress import progress
 from billfish.errors import UserError
 
 
@@ -18,7 +19,25 @@ def _group_size(given: str) -> int | str:
 
 
 Scheme = Annotated[str, typer.Option(help="Format of the quantized weights: w4a16.")]
-Method = Annotated[str, typer.Option(help="How weights are rounded: gptq, awq or rtn.")]
+Method = Annotated[
+    str,
+    typer.Option(
+        help="How codes are chosen: gptq, awq, rtn; or finetune: gptq, then training of codes and "
+        "scales, which takes far longer."
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=0, help="finetune: steps of training each block; plan shows the default."),
+]
+EndToEnd = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="finetune: steps of distillation after the last block, which trains the scales of the "
+        "whole model; 0: none; plan shows the default.",
+    ),
+]
 Bits = Annotated[
     int | None, typer.Option(min=2, max=8, help="Bits per weight; 4, if none are given.")
 ]
@@ -65,6 +84,8 @@ def plan(
     ] = None,
     scheme: Scheme = "w4a16",
     method: Method = "gptq",
+    steps: Steps = None,
+    end_to_end: EndToEnd = None,
     bits: Bits = None,
     group_size: GroupSize = "auto",
     allow_skipped: AllowSkipped = False,
@@ -85,18 +106,20 @@ def plan(
 
     request = _request(
         model,
-        output,
         scheme,
-        method,
         _options(bits, group_size, sym, parameters),
-        allow_skipped,
-        data,
-        nsamples,
-        seqlen,
-        seed,
-        device,
         dtype,
         stored_dtype,
+        output=output,
+        method=method,
+        steps=steps,
+        end_to_end=end_to_end,
+        data=data,
+        nsamples=nsamples,
+        seqlen=seqlen,
+        seed=seed,
+        device=device,
+        allow_skipped=allow_skipped,
     )
     show.present(make_plan(request), json_, show.plan)
 
@@ -106,6 +129,8 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
     scheme: Scheme = "w4a16",
     method: Method = "gptq",
+    steps: Steps = None,
+    end_to_end: EndToEnd = None,
     bits: Bits = None,
     group_size: GroupSize = "auto",
     allow_skipped: AllowSkipped = False,
@@ -137,21 +162,23 @@ def quantize(
 
     request = _request(
         model,
-        output,
         scheme,
-        method,
         _options(bits, group_size, sym, parameters),
-        allow_skipped,
-        data,
-        nsamples,
-        seqlen,
-        seed,
-        device,
         dtype,
         stored_dtype,
-        kv,
+        output=output,
+        method=method,
+        steps=steps,
+        end_to_end=end_to_end,
+        data=data,
+        nsamples=nsamples,
+        seqlen=seqlen,
+        seed=seed,
+        device=device,
+        allow_skipped=allow_skipped,
+        kv=kv,
     )
-    with show.progress(quiet=json_) as tell:
+    with progress(quiet=json_) as tell:
         result = run(request, resume, tell)
     if report is not None:
         write_report({"model": {"path": str(output)}, "quantization": result}, report)
@@ -173,21 +200,9 @@ def _options(
 
 
 def _request(
-    model: str,
-    output: Path | None,
-    scheme: str,
-    method: str,
-    options: dict[str, Any],
-    allow_skipped: bool,
-    data: str,
-    nsamples: int,
-    seqlen: int,
-    seed: int,
-    device: str,
-    dtype: Dtype,
-    stored: Dtype,
-    kv: str | None = None,
+    model: str, scheme: str, options: dict[str, Any], dtype: Dtype, stored: Dtype, **given: Any
 ) -> Any:
+    """`given`: fields of QuantizeRequest as they are."""
     import torch
 
     from billfish.checkpoints.read import resolve
@@ -196,16 +211,8 @@ def _request(
 
     return QuantizeRequest(
         model=resolve(model),
-        output=output,
         scheme=from_options(scheme, options),
-        method=method,
-        data=data,
-        nsamples=nsamples,
-        seqlen=seqlen,
-        seed=seed,
-        device=device,
         dtype=dtype.value,
         stored_dtype=None if stored == Dtype.auto else getattr(torch, stored.value),
-        kv=kv,
-        allow_skipped=allow_skipped,
+        **given,
     )

@@ -1,7 +1,6 @@
-"""Results as JSON or as tables and lines; progress and errors.
+"""Results as JSON or as tables and lines; errors.
 
-Results go to stdout, progress and errors to stderr. On a terminal progress is a bar with the time
-left, elsewhere one line per block. rich respects NO_COLOR.
+Results go to stdout, progress and errors to stderr. rich respects NO_COLOR.
 """
 
 import json
@@ -11,8 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 # Without emoji: rich would replace a :-1: in a generated text or a message.
@@ -69,45 +66,6 @@ def status(quiet: bool = False) -> Iterator[Callable[[str], None]]:
         yield lambda message: err.print(escape(message))
 
 
-@contextmanager
-def progress(quiet: bool = False) -> Iterator[Callable[[Any], None]]:
-    """Shows what the driver reports after every linear and every block."""
-    if quiet:
-        yield lambda told: None
-        return
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=err,
-        disable=not err.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("calibrating", total=None, left="")
-        errors: list[float] = []
-
-        def tell(told: Any) -> None:
-            if told.linear is not None:
-                detail = "" if told.error is None else f"  error {told.error:.2e}"
-                bar.update(task, description=escape(told.linear + detail), total=told.blocks)
-                if told.error is not None:
-                    errors.append(told.error)
-                if told.note:
-                    bar.console.print(f"[yellow]{escape(told.linear)}: {escape(told.note)}[/]")
-                return
-            left = "" if told.seconds_left is None else f"{duration(told.seconds_left)} left"
-            bar.update(task, completed=told.block + 1, total=told.blocks, left=left)
-            if not err.is_terminal:
-                worst = f", worst layer error {max(errors):.2e}" if errors else ""
-                err.print(f"block {told.block + 1}/{told.blocks}{worst}, {left}")
-            errors.clear()
-
-        yield tell
-
-
 def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for i, column in enumerate(columns):
@@ -135,13 +93,49 @@ def quantized(result: Result) -> None:
             ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
             ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
             ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
+            *[("training", told) for told in [_training(result)] if told],
             ("time", duration(result["seconds"])),
         ]
     )
     _warn(result["warnings"])
+    for place, why in _training_notes(result["training"]) if result["training"] else ():
+        out.print(f"[yellow]{place}: {escape(why)}[/]")
     for layer in noted:
         out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
     out.print(f"next: billfish generate {escape(result['output'])} --prompt 'Hello' --chat")
+
+
+def _training(result: Result) -> str:
+    """What training gained, in a line; nothing, if there was none."""
+    from billfish.evaluate.training import block_gains, kept, median_change, whole_gain
+
+    gains, whole, said = block_gains(result), whole_gain(result), []
+    if gains:
+        change = median_change(gains)
+        median = "" if change is None else f", held-out error {100 * change:+.1f} % (median)"
+        said.append(f"{kept(gains)} of {len(gains)} blocks improved{median}")
+    if whole:
+        told = gained(whole["before"], whole["after"], whole["kept"])
+        said.append(f"whole model KL {told}")
+    return "; ".join(said)
+
+
+def _training_notes(training: Result) -> Iterator[tuple[str, str]]:
+    """Where training was dropped for a reason of its own, and the reason."""
+    blocks = training["blocks"]
+    parts = [(f"block {i}/{len(blocks)}", gain) for i, gain in enumerate(blocks, 1)]
+    for place, gain in [*parts, ("end to end", training["whole_model"])]:
+        if gain and gain["note"]:
+            yield place, gain["note"]
+
+
+def gained(before: float | None, after: float | None, kept: bool) -> str:
+    """Errors before and after training; None: not finite."""
+    start = "not finite" if before is None else f"{before:.3g}"
+    if after is None:
+        return f"{start}, training not kept"
+    change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+    return f"{start} -> {after:.3g}{change}{'' if kept else ', not kept'}"
 
 
 def stream(piece: str) -> None:
@@ -224,9 +218,12 @@ def plan(result: Result) -> None:
     table(f"plan for {result['model']}", columns, rows)
     totals, guess, tp = result["totals"], result["estimates"], result["tp"]
     before, after = totals["bytes_before"], totals["bytes_after"]
+    steps = result["training"]
+    trained = f"{steps['steps']} steps a block, {steps['end_to_end']} end to end" if steps else ""
     lines(
         [
             ("scheme", f"{_scheme(result['scheme'])}, {result['method']}"),
+            *([("training", trained)] if trained else []),
             ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
             (
                 "true bits",

@@ -121,6 +121,8 @@ def _error_section(layers: Sequence[Layer]) -> Markup:
         "Error of a layer's output on the calibration text, relative to the output itself "
         "(Hessian-weighted). Point at a dot for its layer."
     )
+    if any(number(layer.get("error")) is None for layer in layers):
+        said += " Layers whose error is not known are left out; training makes it unknown."
     return page.section(
         "Where the error is",
         page.note(said),

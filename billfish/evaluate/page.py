@@ -76,7 +76,8 @@ dd{{margin-bottom:8px}}}}
 @media print{{:root{{{_LIGHT}--bg:#fff;color-scheme:light}}
 body{{font-size:11.5px;-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 main{{max-width:none;padding:0}}section,.card{{break-inside:avoid}}
-section:has(details[open]){{break-inside:auto}}section:has(details:not([open])){{display:none}}
+section:has(details[open]){{break-inside:auto}}
+details:not([open]),section:has(h2 + details:not([open])){{display:none}}
 .card{{padding:10px}}.card b{{font-size:18px}}.card span,.note{{font-size:10.5px}}
 .cards{{grid-template-columns:repeat(5,1fr);gap:8px}}section{{overflow:visible}}
 table{{font-size:11px}}th{{font-size:10.5px}}th,td{{padding-right:9px}}

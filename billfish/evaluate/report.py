@@ -1,7 +1,8 @@
 """The report of `eval` or `quantize`: an HTML page and a JSON file, written atomically.
 
 Any part of the result may be missing (baseline, tasks, quantization); the page leaves it out. The
-page's elements are in page.py, its plots in plot.py, the sections about layers in layers.py.
+page's elements are in page.py, its plots in plot.py, the sections about layers in layers.py, that
+about training in training.py.
 """
 
 import json
@@ -14,6 +15,7 @@ from billfish.evaluate import page, plot
 from billfish.evaluate.estimate import finite
 from billfish.evaluate.layers import layer_sections, layers_of, mean_bits_per_weight, median_error
 from billfish.evaluate.page import MISSING, Markup, number
+from billfish.evaluate.training import block_gains, median_change, training_section
 
 Result = Mapping[str, Any]
 
@@ -43,6 +45,7 @@ def report_html(result: Result) -> str:
     body = [Markup(f'<div class="cards">{"".join(cards)}</div>\n')] if cards else []
     if _tasks(result):
         body.append(_scores_section(result))
+    body += training_section(quantization)
     body += layer_sections(layers_of(quantization))
     body.append(_provenance_section(result))
     kicker = "Billfish evaluation" if _tasks(result) else "Billfish quantization"
@@ -121,6 +124,11 @@ def _effort_cards(quantization: Result) -> list[Markup]:
     error = median_error(layers_of(quantization))
     if error is not None:
         cards.append(page.card("Layer error", f"{error:.3g}", "", "median over layers, relative"))
+    gains = block_gains(quantization)
+    change = median_change(gains)
+    if change is not None:
+        says = f"held-out error, median of {len(gains)} blocks"
+        cards.append(page.card("Training", f"{100 * change:+.1f}", "%", says))
     seconds = number(quantization.get("seconds"))
     if seconds is not None:
         cards.append(page.card("Time", page.duration(seconds), "", "to quantize"))

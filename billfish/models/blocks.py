@@ -8,6 +8,7 @@ decoder (or encoder) is a list of blocks. Quantization is not known here.
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
+
+Shape = tuple[int, ...]  # (batch, length)
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -60,15 +63,20 @@ class StreamedModel:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         self.prefix, self.blocks = find_blocks(self.model)
         self.stored = self._stored_names()
+        names: dict[int, list[str]] = {}  # of a parameter: a head may be tied to the embeddings
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self._aliases = {alias: tied for tied in names.values() for alias in tied}
 
     def _stored_names(self) -> dict[str, str]:
         """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
-        has no prefix; old checkpoints call LayerNorm's parameters gamma and beta."""
+        has no prefix; old checkpoints call LayerNorm's parameters gamma and beta, GPT-NeoX's call
+        the head embed_out."""
         base = getattr(self.model, "base_model_prefix", "") + "."
         stored = {}
         for name, _ in self.model.named_parameters():
             old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-            old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+            old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
             candidates = (name, base + name, name.removeprefix(base), old, base + old)
             found = next(
                 (candidate for candidate in candidates if candidate in self.checkpoint), None
@@ -81,6 +89,15 @@ class StreamedModel:
                     f"{type(self.model).__name__} needs. The checkpoint is incomplete."
                 )
         return stored
+
+    @property
+    def unfilled(self) -> list[str]:
+        """Parameters outside the blocks that the checkpoint has under no name known here."""
+        return [
+            name
+            for name, tied in self._aliases.items()
+            if not any(alias in self.stored for alias in tied)
+        ]
 
     def block_prefix(self, index: int) -> str:
         return f"{self.prefix}.{index}."
@@ -129,9 +146,10 @@ class StreamedModel:
                 self._set(name, self.model.get_parameter(name).to("meta"))
 
     def _set(self, name: str, value: Tensor) -> None:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        parameter = nn.Parameter(value, requires_grad=False)
+        for alias in self._aliases[name]:
+            path, _, leaf = alias.rpartition(".")
+            self.model.get_submodule(path)._parameters[leaf] = parameter
 
     @torch.no_grad()
     def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
@@ -174,38 +192,53 @@ class StreamedModel:
     def _arguments(self, by_shape: dict[tuple[int, ...], Tensor]) -> "Arguments":
         """The arguments of each block besides the hidden state, for each shape of ids.
 
-        Block 0 runs once to tell whether blocks return a tensor or a tuple. Then one pass per
-        shape, in which blocks return their input unchanged, records the arguments of every block
-        (masks and rotary tables may differ between blocks).
+        One pass per shape, in which blocks return their input unchanged, records the arguments of
+        every block (masks and rotary tables may differ between blocks).
         """
-        arguments = Arguments(len(self.blocks))
+        as_tuple = self.returns_tuple(min(by_shape.values(), key=Tensor.numel))
+        arguments = Arguments(len(self.blocks), partial(self._record_shape, as_tuple))
+        for ids in by_shape.values():
+            self._record(arguments, ids, as_tuple)
+        return arguments
+
+    @torch.no_grad()
+    def returns_tuple(self, ids: Tensor) -> bool:
+        """Whether blocks return a tuple, and not a tensor: block 0 runs once to tell. Parameters
+        outside the blocks must be filled."""
         self.fill(self.block_prefix(0))
-        returns_tuple: list[bool] = []
+        found: list[bool] = []
 
         def learn(module: nn.Module, args: Any, output: Any) -> None:
-            returns_tuple.append(isinstance(output, tuple))
+            found.append(isinstance(output, tuple))
             raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
-        self._forward(min(by_shape.values(), key=Tensor.numel))
+        self._forward(ids)
         handle.remove()
         self.drop(self.block_prefix(0))
+        return found[0]
 
+    @torch.no_grad()
+    def _record_shape(self, as_tuple: bool, arguments: "Arguments", shape: Shape) -> None:
+        """Record the arguments for a (batch, length) that first_inputs did not see."""
+        blocks = self.prefix + "."
+        self.fill("", skip=blocks)
+        with torch.autocast(self.device.type, enabled=False):
+            self._record(arguments, torch.zeros(shape, dtype=torch.int64), as_tuple)
+        self.drop("", skip=blocks)
+
+    def _record(self, arguments: "Arguments", ids: Tensor, as_tuple: bool) -> None:
         originals = [block.forward for block in self.blocks]
         try:
-            for shape, ids in by_shape.items():
-                for index, block in enumerate(self.blocks):
-                    block.forward = self._recorder(arguments, index, shape, returns_tuple[0])
-                self._forward(ids)
+            for index, block in enumerate(self.blocks):
+                block.forward = self._recorder(arguments, index, tuple(ids.shape), as_tuple)
+            self._forward(ids)
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
                 del block.forward
                 assert block.forward == original
-        return arguments
 
-    def _recorder(
-        self, arguments: "Arguments", index: int, shape: tuple[int, ...], as_tuple: bool
-    ) -> Any:
+    def _recorder(self, arguments: "Arguments", index: int, shape: Shape, as_tuple: bool) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             kwargs = {
@@ -236,21 +269,22 @@ class StreamedModel:
 
 class Arguments:
     """Arguments of each block besides the hidden state, by (batch, length). Tensors that blocks
-    share are stored once."""
+    share are stored once; `record(self, shape)` adds those of a shape that is missing."""
 
-    def __init__(self, blocks: int) -> None:
-        self._calls: list[dict[tuple[int, ...], tuple[tuple[Any, ...], dict[str, Any]]]] = [
+    def __init__(self, blocks: int, record: "Callable[[Arguments, Shape], None]") -> None:
+        self._calls: list[dict[Shape, tuple[tuple[Any, ...], dict[str, Any]]]] = [
             {} for _ in range(blocks)
         ]
+        self._record = record
 
-    def put(
-        self, index: int, shape: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def put(self, index: int, shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls[index][shape] = (args, kwargs)
 
     def get(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, index: int, shape: Shape, dtype: torch.dtype
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if shape not in self._calls[index]:
+            self._record(self, shape)
         args, kwargs = self._calls[index][shape]
         return _as_dtype(args, dtype), _as_dtype(kwargs, dtype)
 

@@ -8,7 +8,7 @@ read or written, except that weights are read again where the block holds them r
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,10 @@ from billfish.offline.activations import Activations
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
 from billfish.solvers.methods import Method
+from billfish.solvers.refining import Gain, Refined, Refining
 from billfish.solvers.statistics import Statistics
 
 OnLinear = Callable[[str, Solved], None]
-
-
-@dataclass(frozen=True)
-class Refining:
-    """Argument of a method's `refine`: a block whose linears are quantized and may still change."""
-
-    solved: Mapping[str, Solved]  # path of a linear -> its solution
-    inputs: list[Tensor]  # (batch, length, hidden): outputs of the quantized blocks before it
-    targets: list[Tensor]  # outputs of the original block in the original model
-    # run(input, weights): the block's output with `weights` (path of a linear -> weight) in place
-    # of its own. Gradients flow into them if the caller enables gradients.
-    run: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,46 +39,56 @@ class BlockJob:
     method: Method
     stored_dtype: torch.dtype  # dtype of stored scales
     arguments: Arguments | None = None  # of the block's forward; None: no calibration data (rtn)
+    steps: int = 0  # of training, for methods with `refine`; as are the next two
+    seed: int = 0
+    on_step: Callable[[int], None] = lambda done: None
 
-    def solve(self, activations: Activations, on_linear: OnLinear) -> None:
+    def solve(self, activations: Activations, on_linear: OnLinear) -> Gain | None:
         """Calls `on_linear` for each quantized linear; replaces `activations`, the block's inputs,
-        by its outputs."""
+        by its outputs. Returns what training gained, if the method trains."""
         if self.arguments is None:
             for path in self.paths:
                 self._quantize([path], self._weights([path]), None, on_linear)
-        elif self.method.refine is not None:
-            self._solve_and_refine(activations, on_linear)
-        else:
-            self._solve(activations, on_linear)
-
-    def _solve(self, activations: Activations, on_linear: OnLinear) -> None:
-        if self.method.follows_original:
-            self._solve_in_order(activations, on_linear)
+        elif self.method.refine is not None and self.paths:
+            return self._solve_and_refine(activations, on_linear, self.method.refine)
+        elif self.method.follows_original:
+            self._solve_in_order(activations, on_linear).finish()
         else:
             self._solve_together(activations, on_linear)
+        return None
 
-    def _solve_and_refine(self, activations: Activations, on_linear: OnLinear) -> None:
+    def _solve_and_refine(
+        self,
+        activations: Activations,
+        on_linear: OnLinear,
+        refine: Callable[[Refining], Refined],
+    ) -> Gain | None:
         model, block, arguments = self.model, self.model.blocks[self.index], self._arguments()
-        entered, solved = list(activations.quantized), dict[str, Solved]()
-        self._solve(activations, solved.__setitem__)
+        solved: dict[str, Solved] = {}
+        self._solve_in_order(activations, solved.__setitem__)
+        # Training takes 17 bytes a weight on a GPU, 21 in fp32 (counted): the rest is freed.
+        untrained = {path: replace(found, target=None) for path, found in solved.items()}
+        for path in solved:
+            self._put(path, self._linear(path).weight.to("meta"))
 
         def run(state: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
             named = {f"{path}.weight": weight for path, weight in weights.items()}
             call = lambda *args, **kwargs: functional_call(block, named, args, kwargs)  # noqa: E731
             return model.run(self.index, state, arguments, call)
 
-        refine = self.method.refine
-        assert refine is not None
-        found = refine(Refining(solved, entered, list(activations.original), run))
-        for path, final in {**solved, **found}.items():
-            self._linear(path).weight.data = final.decoded.to(self._linear(path).weight.dtype)
+        inputs, targets = activations.quantized, activations.original
+        seed = self.seed + self.index
+        found = refine(Refining(solved, inputs, targets, run, self.steps, seed, self.on_step))
+        for path, final in {**untrained, **found.solved}.items():
+            self._put(path, final.decoded)
             on_linear(path, final)
-        for batch, state in enumerate(entered):
-            activations.quantized[batch] = model.run(self.index, state, arguments)
+        self._run(activations)
+        return found.gain
 
     # -- GPTQ: input groups in execution order; each is calibrated behind quantized earlier groups
 
-    def _solve_in_order(self, activations: Activations, on_linear: OnLinear) -> None:
+    def _solve_in_order(self, activations: Activations, on_linear: OnLinear) -> BlockRunner:
+        """Returns the runner that computes the outputs of the quantized block."""
         model, block = self.model, self.model.blocks[self.index]
         found = self._structure(activations)
         final = {linear.path for linear in model.linears(self.index)} - set(self.paths)
@@ -108,9 +107,9 @@ class BlockJob:
             statistics = self._compare(paths, quantized, original, paths is groups[-1])
             self._quantize(paths, self._weights(paths), statistics, on_linear)
             quantized.mark_final(paths)
-        quantized.finish()
         if not groups:
             original.finish()
+        return quantized
 
     def _compare(
         self, paths: list[str], quantized: BlockRunner, original: BlockRunner, last: bool
@@ -152,10 +151,7 @@ class BlockJob:
                 self._quantize([path], masters.pop(path), known, on_linear)
         for path, weight in masters.items():
             self._quantize([path], weight, None, on_linear)
-        for batch, state in enumerate(
-            activations.quantized
-        ):  # in place, so that inputs are freed as outputs are made
-            activations.quantized[batch] = model.run(self.index, state, arguments)
+        self._run(activations)
 
     def _fold(
         self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
@@ -198,7 +194,7 @@ class BlockJob:
             module = self._linear(path)
             end = start + module.out_features
             part = solved.rows(start, end)
-            module.weight.data = part.decoded.to(module.weight.dtype)
+            self._put(path, part.decoded)
             on_linear(path, part)
             start = end
 
@@ -213,6 +209,15 @@ class BlockJob:
         if model.dtype in (stored, torch.float32):  # exact in the block until it is quantized
             return self._linear(path).weight.data.float()
         return model.read(model.stored[name], model.device).float()
+
+    def _put(self, path: str, weight: Tensor) -> None:
+        module = self._linear(path)
+        module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+
+    def _run(self, activations: Activations) -> None:
+        """Outputs replace inputs one by one, so that inputs are freed as outputs are made."""
+        for batch, state in enumerate(activations.quantized):
+            activations.quantized[batch] = self.model.run(self.index, state, self._arguments())
 
     def _linear(self, path: str) -> nn.Linear:
         module = self.model.blocks[self.index].get_submodule(path)

@@ -8,6 +8,7 @@ sizes are used.
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,6 +16,12 @@ import torch
 
 from billfish.checkpoints.write import COPIED
 from billfish.offline.task import Task
+from billfish.offline.training_costs import (
+    BYTES_SOLVED,
+    measure_training,
+    training_memory,
+    training_seconds,
+)
 from billfish.schemes.registry import quantizer
 from billfish.solvers.statistics import Statistics
 
@@ -64,11 +71,9 @@ def input_groups(linears: list[Linear], prefix: str) -> list[tuple[int, int]]:
 def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -> dict[str, Any]:
     prefixes = [task.model.block_prefix(i) for i in range(len(task.model.blocks))]
     groups = [input_groups(linears, prefix) for prefix in prefixes]
-    config = task.model.model.config.get_text_config()
-    hidden = getattr(config, "hidden_size", None) or max(linear.k for linear in linears)
     twice = 2 if task.request.how.follows_original else 1  # the original's activations, too
-    activations = tokens * hidden * task.dtype.itemsize * twice
-    memory = estimate_memory(task, linears, groups, activations)
+    activations = tokens * task.hidden_size * task.dtype.itemsize * twice
+    memory = estimate_memory(task, linears, groups, activations, tokens)
     companions = [task.source.path / name for name in COPIED]
     result = bytes_after + sum(path.stat().st_size for path in companions if path.is_file())
     disk = {"result": result, "job": 2 * activations}  # old and new activations exist for a moment
@@ -83,7 +88,11 @@ def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -
 
 
 def estimate_memory(
-    task: Task, linears: list[Linear], groups: list[list[tuple[int, int]]], activations: int
+    task: Task,
+    linears: list[Linear],
+    groups: list[list[tuple[int, int]]],
+    activations: int,
+    tokens: int,
 ) -> dict[str, int]:
     method, width, every = task.request.how, task.dtype.itemsize, [g for b in groups for g in b]
     model = task.model
@@ -103,16 +112,23 @@ def estimate_memory(
         block, solved = once + max(blocks) * 8, max(n * k for n, k in every)
         statistics = max(sum(k * k for _, k in inputs) for inputs in groups) * 4 + 3 * widest**2 * 4
     solver = solved * 4 * WEIGHT_COPIES
-    embeddings = (sum(counts.values()) - sum(blocks)) * width
+    filled = (sum(counts.values()) - sum(blocks)) * width
     # Reading a tensor and checking it for NaN takes two more copies of it and a byte an element.
     prefix = model.prefix + "."
     inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
     outside = [entry for name, entry in task.source.entries.items() if name not in inside]
-    embeddings += max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
-    # Peak of three phases: embeddings and one block compute the first activations; a block is
-    # quantized, while GPTQ caches the output of its attention; activations are saved.
+    reading = max((2 * entry.nbytes + prod(entry.shape) for entry in outside), default=0)
+    embeddings = filled + reading
+    # Peak of several phases: embeddings and one block compute the first activations; a block is
+    # quantized, while GPTQ caches the output of its attention; activations are saved; a block is
+    # trained; the whole model is.
     kept = activations if method.follows_original else 0
-    phases = (embeddings + once, block + solver + statistics + kept, once + activations)
+    phases = [embeddings + once, block + solver + statistics + kept, once + activations]
+    trained: dict[str, int] = {}
+    if method.refine is not None:
+        phases[1] += BYTES_SOLVED * max(blocks)
+        trained = training_memory(task, block_shapes(task, linears), tokens, filled)
+        phases += [trained["training"], trained["distillation"] - activations // 2]
     return {
         "process": PROCESS,
         "activations": activations,
@@ -120,6 +136,7 @@ def estimate_memory(
         "solver": solver,
         "statistics": statistics,
         "embeddings": embeddings,
+        **trained,
         "peak": PROCESS + activations + max(phases),
     }
 
@@ -135,8 +152,7 @@ def estimate_time(
     every = [group for block in groups for group in block]
     inside = [linear for linear in linears if linear.module.startswith(task.model.prefix + ".")]
     passes = method.forwards * tokens * 2 * sum(linear.n * linear.k for linear in inside)
-    width = getattr(task.model.model.config.get_text_config(), "hidden_size", 0)
-    attention = 2 * tokens * min(task.request.seqlen, tokens) * 2 * width * len(groups)
+    attention = 2 * tokens * min(task.request.seqlen, tokens) * 2 * task.hidden_size * len(groups)
     outer = method.sums * tokens * sum(2 * k * k for _, k in every)
     seconds = {
         "passes": (passes + attention * (method.forwards > 0)) / rates.running,
@@ -147,31 +163,44 @@ def estimate_time(
         ),
         "files": (task.source.nbytes + bytes_after) / DISK,
     }
-    return {"seconds": sum(seconds.values()), "time": seconds, "rates": asdict(rates)}
+    told = asdict(rates)
+    if method.refine is not None:
+        timed = partial(mean_seconds, task.device, PROBE_SECONDS)
+        trained = measure_training(task, PRODUCT[task.device.type], timed)
+        seconds |= training_seconds(task, block_shapes(task, linears), tokens, trained)
+        told["training"] = asdict(trained)
+    return {"seconds": sum(seconds.values()), "time": seconds, "rates": told}
+
+
+def block_shapes(task: Task, linears: list[Linear]) -> list[list[tuple[int, int]]]:
+    """(n, k) of the quantized linears of each block."""
+    prefixes = [task.model.block_prefix(i) for i in range(len(task.model.blocks))]
+    made = [linear for linear in linears if linear.skip is None]
+    return [[(x.n, x.k) for x in made if x.module.startswith(prefix)] for prefix in prefixes]
+
+
+def mean_seconds(device: torch.device, at_least: float, call: Callable[[], object]) -> float:
+    """Mean time of a call after one warm-up call."""
+    call()
+    wait(device)
+    started, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - started < at_least:
+        call()
+        wait(device)
+        count += 1
+    return (time.perf_counter() - started) / count
 
 
 def measure(task: Task) -> Rates:
     """Measured on the job's device with the job's number of threads."""
     device, method, scheme = task.model.device, task.request.how, task.scheme
     k = next((k for k in range(DEPTH, 2 * DEPTH) if not scheme.refuses(PROBES[0], k)), DEPTH)
-
-    def seconds(call: Callable[[], object], at_least: float) -> float:
-        """Mean time of a call after one warm-up call."""
-        call()
-        wait(device)
-        started, count = time.perf_counter(), 0
-        while not count or time.perf_counter() - started < at_least:
-            call()
-            wait(device)
-            count += 1
-        return (time.perf_counter() - started) / count
-
     solver, size = quantizer(scheme), PRODUCT[device.type]
     source = torch.Generator(device=device).manual_seed(0)
     left = torch.randn(size, size, device=device, generator=source)
     fast = left.to(task.dtype)
-    fp32 = 2 * size**3 / seconds(lambda: left @ left, PROBE_SECONDS)
-    running = 2 * size**3 / seconds(lambda: fast @ fast, PROBE_SECONDS)
+    fp32 = 2 * size**3 / mean_seconds(device, PROBE_SECONDS, lambda: left @ left)
+    running = 2 * size**3 / mean_seconds(device, PROBE_SECONDS, lambda: fast @ fast)
 
     known = Statistics(k, device) if method.needs_data else None
     if known is not None:
@@ -188,7 +217,7 @@ def measure(task: Task) -> Rates:
                 solver.search_fold(scheme, weight, known, share, task.stored_dtype)
             solver.quantize(scheme, weight, known, method.name, task.stored_dtype)
 
-        return max(0.0, seconds(once, 0) - method.flops(n, k) / fp32)
+        return max(0.0, mean_seconds(device, 0, once) - method.flops(n, k) / fp32)
 
     few, many = (solve(n) for n in PROBES)
     weight = max(0.0, many - few) / ((PROBES[1] - PROBES[0]) * k)

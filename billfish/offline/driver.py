@@ -13,11 +13,13 @@ the same bytes as a job that was never stopped.
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from billfish.checkpoints import write as files
@@ -31,22 +33,23 @@ from billfish.models.blocks import Arguments
 from billfish.models.compute import name_of
 from billfish.offline.activations import Activations
 from billfish.offline.block import BlockJob
+from billfish.offline.distill import distill
 from billfish.offline.kv import write_kv_file
+from billfish.offline.progress import OnProgress, Reporter
 from billfish.offline.provenance import versions
-from billfish.offline.request import Progress, QuantizeRequest
+from billfish.offline.request import QuantizeRequest
 from billfish.offline.streaming import BackgroundWriter, return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import Calibration
 from billfish.schemes.base import Solved, bits_per_weight
 from billfish.schemes.registry import fields
+from billfish.solvers.refining import Gain
 
 REPORT = "quantization_report.json"
+TRAINED = "end-to-end.safetensors"  # tensors that distillation changed
 # Tokens of a batch in the calibration passes. On a CPU this many give matrix products their full
 # speed while elementwise operations still fit in cache; a GPU needs more to be busy.
 TOKENS = {"cpu": 1024, "cuda": 16384}
-
-
-OnProgress = Callable[[Progress], None]
 
 
 def quantize(
@@ -130,22 +133,24 @@ class Job:
     # -- running
 
     def run(self, data: Calibration | None, on_progress: OnProgress) -> None:
-        blocks = len(self.model.blocks)
-        first = self._first_block()
+        first, blocks = self._first_block(), len(self.model.blocks)
         activations, arguments = self._activations_before(first, data)
         if not self._shard(0).exists():
             self._write_outside()
         self.model.model.eval()
         return_freed_memory()
-        started = time.monotonic()
+        report = Reporter(self.task, 0 if data is None else data.tokens, on_progress)
         with BackgroundWriter(synchronous=self.device.type == "cpu") as writes:
             for index in range(first, blocks):
-                write = self._run_block(index, activations, arguments, on_progress)
-                writes(partial(write, index + 1 < blocks and writes.accepts_large))
+                write, gain = self._run_block(index, activations, arguments, report)
+                last = index + 1 == blocks
+                writes(partial(write, self._distills if last else writes.accepts_large))
+                del write  # it holds the activations
                 return_freed_memory()
-                pace = (time.monotonic() - started) / (index - first + 1)
-                left = pace * (blocks - index - 1)
-                on_progress(Progress(index, blocks, seconds_left=left))
+                report.block(index, gain)
+        activations.quantized.clear()  # distillation needs the original's
+        if self._distills and data is not None:
+            self._distill(data, activations.original, report)
         self._finish(data)
 
     def _first_block(self) -> int:
@@ -153,7 +158,8 @@ class Job:
         before it were not saved."""
         blocks = len(self.model.blocks)
         ready = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
-        if ready == blocks or not self.request.how.needs_data:
+        done = ready == blocks and not self._distills
+        if done or not self.request.how.needs_data:
             return ready
         return max((index for index in Activations.saved(self.state) if index <= ready), default=0)
 
@@ -163,6 +169,9 @@ class Job:
         """Inputs of block `first`, computed from the embeddings or saved by the stopped job, and
         the other arguments of the blocks."""
         if data is None or first == len(self.model.blocks):
+            known = Activations.saved(self.state)
+            if first in known:
+                return Activations.load(self.state, first, self.device), None
             return Activations([]), None
         quantized, arguments = self.model.first_inputs(data.batches(TOKENS[self.model.device.type]))
         if first:
@@ -175,10 +184,10 @@ class Job:
         index: int,
         activations: Activations,
         arguments: Arguments | None,
-        on_progress: OnProgress,
-    ) -> Callable[[bool], None]:
+        report: Reporter,
+    ) -> tuple[Callable[[bool], None], Gain | None]:
         """Quantize one block. Returns a function that writes its shard and report and, if called
-        with True, its output activations."""
+        with True, its output activations; and what training gained."""
         request, model = self.request, self.model
         prefix = model.block_prefix(index)
         model.fill(prefix)
@@ -205,12 +214,22 @@ class Job:
                     "note": solved.note,
                 }
             )
-            progress = Progress(index, len(model.blocks), prefix + path, solved.error, solved.note)
-            on_progress(progress)
+            report.linear(index, prefix + path, solved)
 
-        job = BlockJob(model, index, paths, self.scheme, request.how, self.stored_dtype, arguments)
+        job = BlockJob(
+            model,
+            index,
+            paths,
+            self.scheme,
+            request.how,
+            self.stored_dtype,
+            arguments,
+            request.training_steps,
+            request.seed,
+            partial(report.step, index),
+        )
         with torch.no_grad():
-            job.solve(activations, collect)
+            gain = job.solve(activations, collect)
         tensors = self._block_tensors(index, packed, quantized)
         outputs = activations.copy()
         model.drop(prefix)
@@ -220,12 +239,44 @@ class Job:
             older = Activations.saved(self.state)
             if save and arguments is not None:
                 outputs.save(self.state, index + 1)
-            files.write_json(self._block_report(index), {"layers": layers})
+            trained = None if gain is None else {"block": index, **asdict(gain)}
+            files.write_json(self._block_report(index), {"layers": layers, "gain": trained})
             if save:
                 for path in older.values():
                     path.unlink()
 
-        return write
+        return write, gain
+
+    # -- distillation
+
+    @property
+    def _distills(self) -> bool:
+        return self.request.distillation_steps > 0
+
+    def _distill(self, data: Calibration, states: list[Tensor], report: Reporter) -> None:
+        """Train the written shards together. Their trained tensors are on disk before the first
+        shard changes, so a job that is killed trains again or replaces all of them."""
+        blocks, shards = len(self.model.blocks), [self._shard(i) for i in range(self.shards)]
+        done = self.state / TRAINED
+        if not done.exists():
+            report.step(blocks, 0)
+            gain, tensors = distill(
+                self.task,
+                shards,
+                data.batches(TOKENS[self.device.type]),
+                states,
+                partial(report.step, blocks),
+            )
+            files.write_json(done.with_suffix(".json"), asdict(gain))
+            files.write_shard(done, tensors)
+            report.block(blocks, gain)
+        trained = load_file(done)
+        for shard in shards:
+            tensors = load_file(shard)
+            if trained.keys() & tensors.keys():
+                files.write_shard(
+                    shard, {name: trained.get(name, t) for name, t in tensors.items()}
+                )
 
     # -- writing
 
@@ -277,6 +328,15 @@ class Job:
                 tensors[name] = self._cast(name, tensor)
         return tensors
 
+    def _training(self) -> dict[str, Any] | None:
+        """What training gained, for the report."""
+        if self.task.training is None:
+            return None
+        blocks = [read_json(self._block_report(i))["gain"] for i in range(self.shards - 1)]
+        last = self.state / TRAINED.replace("safetensors", "json")
+        whole = read_json(last) if last.exists() else None
+        return {**self.task.training, "blocks": blocks, "whole_model": whole}
+
     def _finish(self, data: Calibration | None) -> None:
         request = self.request
         files.copy_companions(self.task.source.path, self.output)
@@ -305,6 +365,7 @@ class Job:
                 "tokens": data.tokens,
             },
             "layers": layers,
+            "training": self._training(),
             "skipped": self.task.skipped,
             "warnings": [self.task.warning] if self.task.warning else [],
             "bytes_before": self.task.source.nbytes,

@@ -43,6 +43,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "output": None if request.output is None else str(request.output),
         "architecture": type(task.model.model).__name__,
         "method": request.method,
+        "training": task.training,
         "scheme": fields(task.scheme),
         "stored_dtype": name_of(task.stored_dtype),
         "dtype": name_of(task.dtype),

@@ -1,4 +1,4 @@
-"""The request of a quantization job, and the progress that it reports."""
+"""The request of a quantization job."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from billfish.offline.text import SAMPLE
 from billfish.schemes import DEFAULT
 from billfish.schemes.base import Fitting, Scheme
 from billfish.schemes.registry import from_options
+from billfish.solvers import finetune
 from billfish.solvers.methods import METHODS, Method
 
 
@@ -31,25 +32,33 @@ class QuantizeRequest:
     stored_dtype: torch.dtype | None = None
     kv: str | None = None  # kv4: also calibrate the 4-bit KV cache, on the same text
     allow_skipped: bool = False  # accept a scheme that leaves many weights in 16 bits
+    steps: int | None = None  # of training each block; None: the method's default
+    end_to_end: int | None = None  # steps of distillation; None: the method's default
 
     def __post_init__(self) -> None:
         if self.kv not in (None, "kv4"):
             raise UserError(f"--kv {self.kv}: known is kv4; kv16 and kv8 need no calibration.")
         if self.method not in METHODS:
             raise UserError(f"--method {self.method}: known are {', '.join(METHODS)}.")
+        for option, value in (("--steps", self.steps), ("--end-to-end", self.end_to_end)):
+            if value is not None and self.how.refine is None:
+                raise UserError(
+                    f"{option} {value}: --method {self.method} does not train. Leave it out, or "
+                    "give --method finetune."
+                )
+            if value is not None and value < 0:
+                raise UserError(f"{option} {value}: is 0 or more.")
 
     @property
     def how(self) -> Method:
         return METHODS[self.method]
 
+    @property
+    def training_steps(self) -> int:
+        usual = finetune.STEPS if self.how.refine else 0
+        return usual if self.steps is None else self.steps
 
-@dataclass(frozen=True)
-class Progress:
-    """Reported after every linear and, with `linear` None, after every block."""
-
-    block: int
-    blocks: int
-    linear: str | None = None
-    error: float | None = None
-    note: str | None = None
-    seconds_left: float | None = None
+    @property
+    def distillation_steps(self) -> int:
+        usual = finetune.END_TO_END if self.how.refine else 0
+        return usual if self.end_to_end is None else self.end_to_end

@@ -46,6 +46,12 @@ class Task:
                 f"--method {request.method}: scheme {self.scheme.name} is made by "
                 f"{', '.join(self.scheme.methods)}."
             )
+        unfilled = ["a head" if self.model.is_encoder else "", *self.model.unfilled]
+        if request.distillation_steps and any(unfilled):
+            raise UserError(
+                f"{source.path}: has no tensor for {', '.join(filter(None, unfilled))} of "
+                f"{type(self.model.model).__name__}, so no logits to distill. Give --end-to-end 0."
+            )
         self.skipped = {
             name: reason for name, _, _, reason in self.select_linears() if reason is not None
         }
@@ -53,6 +59,21 @@ class Task:
             raise UserError(
                 f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
             )
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the states between blocks."""
+        config = self.model.model.config.get_text_config()
+        known = getattr(config, "hidden_size", None)
+        return int(known or max(k for _, _, k, _ in self._linears()))
+
+    @property
+    def training(self) -> dict[str, int] | None:
+        """Steps, for the report; None if the method does not train."""
+        request = self.request
+        if request.how.refine is None:
+            return None
+        return {"steps": request.training_steps, "end_to_end": request.distillation_steps}
 
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
@@ -89,7 +110,13 @@ class Task:
             return None
         limit = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None)
         seqlen = min(request.seqlen, limit or request.seqlen)
-        return calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
+        data = calibration(request.data, tokenizer, request.nsamples, seqlen, request.seed)
+        if request.how.refine is not None and len(data.sequences) < 2:
+            raise UserError(
+                f"{request.data}: has one sequence; --method {request.method} needs two sequences, "
+                "one of them to tell whether training helped. Give more text or --nsamples."
+            )
+        return data
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal for two runs to give the same bytes."""
@@ -107,6 +134,7 @@ class Task:
             "seed": request.seed,
             "device": str(self.device),
             "stored_dtype": name_of(self.stored_dtype),
+            "training": self.training,
             "dtype": name_of(self.dtype) if self.reads else None,
             "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),

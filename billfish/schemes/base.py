@@ -92,11 +92,11 @@ STD = 0.02  # of random weights: activations of 80 layers stay far below fp16's 
 @dataclass(frozen=True)
 class Solved(ABC):
     """Result of a solver for one weight, or for several stacked along n. Each scheme has a subclass
-    that adds what it stores and implements `rows` and `tensors`."""
+    that adds what it stores and implements `decoded`, `rows` and `tensors`."""
 
-    decoded: Tensor  # (n, k) fp32: the quantized weights
     energy: Tensor | None  # (n, 2): squared error and squared norm of each output
     note: str | None
+    target: Tensor | None  # (n, k) fp32: the weight that was rounded, where training starts
 
     @property
     def error(self) -> float | None:
@@ -107,6 +107,11 @@ class Solved(ABC):
         lost, total = self.energy.double().sum(0).tolist()
         return float(lost / total) if total else 0.0
 
+    @property
+    @abstractmethod
+    def decoded(self) -> Tensor:
+        """(n, k) fp32: the quantized weights, computed when asked for."""
+
     @abstractmethod
     def rows(self, start: int, end: int) -> Self:
         """The result for rows [start, end): one linear of a stack."""
@@ -114,6 +119,11 @@ class Solved(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The canonical tensors."""
+
+    def trainable(self) -> Any:
+        """Its parameters for training, a Trainable of solvers/finetune.py; for schemes made by
+        `finetune`."""
+        raise NotImplementedError
 
 
 class LinearOp(Protocol):
@@ -235,8 +245,9 @@ class Family:
 
     scheme: type[Any]  # a Scheme
     ops: tuple[type[Any], ...]  # LinearOps, fastest first; the reference last
-    # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved and, for
-    # awq, search_fold(...). A name, because the module imports solvers, which inference never does.
+    # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved; for awq
+    # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable. A name, because
+    # the module imports solvers, which inference never does.
     quantizer: str
     # Public checkpoint formats (schemes/dialect.py) that can store it; Billfish writes the first.
     # If there is none it writes its own (checkpoints/own.py).

@@ -4,9 +4,11 @@ A scheme names the methods that can make it (`Scheme.methods`); offline/block.py
 block.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from billfish.solvers.finetune import refine
+from billfish.solvers.refining import Refined, Refining
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,9 @@ class Method:
     follows_original: bool = False
     error_feedback: bool = False  # columns not yet rounded compensate errors of those that are
     folds: bool = False  # column scales are folded into the preceding layer
-    # Called when all linears of a block are quantized: offline/block.py's Refining -> better
-    # solutions by path. It may enable gradients to train them.
-    refine: Callable[[Any], Mapping[str, Any]] | None = None
+    # Called when all linears of a block are quantized, to better them. It may enable gradients to
+    # train them.
+    refine: Callable[[Refining], Refined] | None = None
     # -- costs, for `plan`
     forwards: float = 0.0  # forward passes of a block over the calibration tokens
     sums: float = 0.0  # outer products of a token's inputs, in full (k, k): symmetric x x^T is 0.65
@@ -43,12 +45,15 @@ def _awq_flops(n: int, k: int) -> float:
     return 41 * 2 * n * k * k
 
 
+# A pass of both models; gate and up run twice in the quantized one.
+_GPTQ = Method("gptq", True, True, True, forwards=2.6, sums=1.65, flops=_gptq_flops)
 METHODS = {
     method.name: method
     for method in (
-        # A pass of both models; gate and up run twice in the quantized one.
-        Method("gptq", True, True, True, forwards=2.6, sums=1.65, flops=_gptq_flops),
+        _GPTQ,
         Method("awq", True, folds=True, forwards=2.0, sums=0.65, flops=_awq_flops),
         Method("rtn", False),
+        # The whole block runs after training, where GPTQ runs the MLP alone.
+        replace(_GPTQ, name="finetune", refine=refine, forwards=_GPTQ.forwards + 0.2),
     )
 }

@@ -78,6 +78,8 @@ class Statistics:
 
 def output_energy(weight: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:  # (n, 2)
     """For each row: e^T H e of the error e = weight - decoded, and w^T H w of the weight."""
-    difference = weight - decoded
-    lost = ((difference @ hessian) * difference).sum(1)
-    return torch.stack([lost, ((weight @ hessian) * weight).sum(1)], dim=1)
+    return torch.stack([_energy(weight - decoded, hessian), _energy(weight, hessian)], dim=1)
+
+
+def _energy(rows: Tensor, hessian: Tensor) -> Tensor:
+    return (rows @ hessian).mul_(rows).sum(1)

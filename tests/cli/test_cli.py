@@ -11,6 +11,7 @@ from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 from billfish.cli import app as cli
+from billfish.solvers.finetune import END_TO_END, STEPS
 
 COMMANDS = ("plan", "quantize", "inspect", "verify", "convert", "eval", "generate", "doctor")
 
@@ -94,6 +95,22 @@ def test_plan_inspect_verify_speak_json_and_text(models):
     assert json.loads(billfish("verify", models / "w4", "--json").stdout)["ok"]
 
 
+def test_plan_says_how_long_training_is(models):
+    def planned(*options):
+        arguments = ["plan", str(models / "source"), "--group-size", "32", *options]
+        done = CliRunner().invoke(cli.app, arguments)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    given = ("--method", "finetune", "--steps", "7", "--end-to-end", "0")
+    assert json.loads(planned(*given, "--json"))["training"] == {"steps": 7, "end_to_end": 0}
+    assert "7 steps a block, 0 end to end" in planned(*given)
+    usual = json.loads(planned("--method", "finetune", "--json"))["training"]
+    assert usual == {"steps": STEPS, "end_to_end": END_TO_END}
+    assert json.loads(planned("--json"))["training"] is None
+    assert "training" not in planned()
+
+
 def test_verify_exits_with_1_and_names_the_file(models, tmp_path):
     import shutil
 
@@ -146,6 +163,11 @@ def test_eval_writes_report_and_json(models, tmp_path):
         (["quantize", "{source}"], 2, "--output"),
         (["quantize", "{source}", "--output", "x", "--bits", "9"], 2, "--bits"),
         (["quantize", "{source}", "--output", "x", "--method", "best"], 1, "best"),
+        (["quantize", "{source}", "--output", "x", "--steps", "5"], 1, "gptq does not train"),
+        (["plan", "{source}", "--end-to-end", "0", "--method", "awq"], 1, "awq does not train"),
+        (["quantize", "{source}", "--output", "x", "--steps", "-1"], 2, "--steps"),
+        (["plan", "{source}", "--end-to-end", "-1", "--method", "finetune"], 2, "--end-to-end"),
+        (["plan", "{source}", "--steps", "many", "--method", "finetune"], 2, "valid integer"),
         (["frobnicate"], 2, "frobnicate"),
         (["quantize", "/nowhere/at/all", "--output", "x"], 1, "no such directory"),
         (["quantize", "{source}", "--output", "x", "--group-size", "48"], 1, "does not divide"),

@@ -125,6 +125,23 @@ def result():
     }
 
 
+@pytest.fixture
+def trained(result):
+    """Blocks whose training was kept, did not help, and diverged."""
+    result["quantization"]["training"] = {
+        "steps": 400,
+        "end_to_end": 200,
+        "blocks": [
+            {"block": 0, "before": 0.0125, "after": 0.01, "kept": True, "note": None},
+            {"block": 1, "before": 0.02, "after": 0.025, "kept": False, "note": None},
+            {"block": 2, "before": 0.04, "after": None, "kept": False, "note": "it diverged"},
+            {"block": 3, "before": 0.05, "after": 0.03, "kept": True, "note": None},
+        ],
+        "whole_model": {"before": 0.0525, "after": 0.0468, "kept": True, "note": None},
+    }
+    return result
+
+
 def test_full_report(result):
     page = Page(report_html(result))
     for shown in (
@@ -156,6 +173,76 @@ def test_full_report(result):
     assert {"svg", "details", "style"} <= set(page.tags)
 
 
+def test_what_training_gained(trained):
+    page = Page(report_html(trained))
+    for shown in (
+        "What training gained",
+        "Error of a block, median 0.03 0.025 -10.0 % 2 of 4",  # of 0.01, 0.02, 0.03, 0.04
+        "KL of the whole model, nats a token 0.0525 0.0468 -10.9 % yes",
+        "All 4 blocks",
+        "0 0.0125 0.01 -20.0 % yes",
+        "1 0.02 0.025 +25.0 % no: not better",
+        "2 0.04 not finite \N{EN DASH} it diverged",
+        "3 0.05 0.03 -40.0 % yes",
+        "block 0: error 0.0125 before, 0.01 after",
+        "block 2: error 0.04 before, training not kept",
+    ):
+        assert shown in page.text, shown
+    assert page.tags.count("circle") == 3 + 2 * 4
+    assert page.tags.count("polyline") == 2 + 2
+    assert "before training after training" in page.text  # the legend
+    lines = [value for _, name, value in page.attributes if name == "points"]
+    before, after = (line.split() for line in lines[:2])
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True, False]
+
+
+def test_errors_before_training_that_are_not_finite(trained):
+    gains = trained["quantization"]["training"]["blocks"]
+    gains[0]["before"] = gains[1]["before"] = gains[1]["after"] = None
+    page = Page(report_html(trained))
+    assert "0 not finite 0.01 \N{EN DASH} yes" in page.text
+    assert "1 not finite not finite \N{EN DASH} no: not better" in page.text
+    assert "median 0.045 0.03 -20.0 % 2 of 4" in page.text  # of what is known
+    assert page.tags.count("circle") == 3 + 2 + 3
+    for gain in gains:
+        gain.update(before=None, after=None, kept=False)
+    text = report_html(trained)
+    assert "All 4 blocks" in text and "before training" not in text
+
+
+def test_without_training_there_is_no_section(trained):
+    training = trained["quantization"]["training"]
+    training["whole_model"] = None
+    assert "KL of the whole model" not in Page(report_html(trained)).text
+    training["steps"] = 0  # blocks were measured, not trained
+    assert "What training gained" not in report_html(trained)
+    training["whole_model"] = {"before": 0.5, "after": 0.25, "kept": True, "note": None}
+    text = Page(report_html(trained)).text
+    assert "0.5 0.25 -50.0 % yes" in text and "blocks" not in text
+    trained["quantization"]["training"] = None
+    assert "What training gained" not in report_html(trained)
+
+
+def test_trained_layers_have_no_error(trained):
+    """And the report after quantize says what training gained instead."""
+    for each in trained["quantization"]["layers"]:
+        each["error"] = None
+    page = Page(report_html({"quantization": trained["quantization"]}))
+    assert "Where the error is" not in page.text and "Layer error" not in page.text
+    assert "Training -10.0 %" in page.text and "median of 4 blocks" in page.text
+    trained["quantization"]["layers"][0]["error"] = 0.01
+    text = Page(report_html({"quantization": trained["quantization"]})).text
+    assert "Layers whose error is not known are left out" in text and "Layer error 0.01" in text
+
+
+def test_on_paper_closed_tables_are_hidden_and_plots_are_not(trained):
+    """A section is hidden if it holds nothing but a closed table."""
+    text = report_html(trained)
+    assert "section:has(h2 + details:not([open])){display:none}" in text
+    assert "<h2>Every layer</h2><details>" in text
+    assert "<h2>What training gained</h2><p" in text
+
+
 def test_page_stands_alone(result):
     text = report_html(result)
     page = Page(text)
@@ -166,7 +253,7 @@ def test_page_stands_alone(result):
     assert "prefers-color-scheme:dark" in text and "@media print" in text
 
 
-def test_every_string_is_escaped(result):
+def test_every_string_is_escaped(trained):
     def poisoned(value):
         if isinstance(value, dict):
             return {key: poisoned(item) for key, item in value.items()}
@@ -174,7 +261,7 @@ def test_every_string_is_escaped(result):
             return [poisoned(item) for item in value]
         return value + HOSTILE if isinstance(value, str) else value
 
-    bad = poisoned(result)
+    bad = poisoned(trained)
     bad["model"]["path"] = HOSTILE
     bad["quantization"]["calibration"][HOSTILE] = HOSTILE
     bad["quantization"]["layers"][0]["name"] = HOSTILE
@@ -219,6 +306,11 @@ def test_without_quantization(result):
         {"quantization": {"layers": [{}]}},
         {"quantization": {"layers": [{"name": "lm_head", "error": 0.0}]}},
         {"quantization": {"layers": [{"name": 3, "error": "much", "n": None}, 5]}},
+        {"quantization": {"training": 5}},
+        {"quantization": {"training": {"steps": 1, "blocks": "all", "whole_model": []}}},
+        {"quantization": {"training": {"steps": 1, "blocks": [None, {}, {"before": 1.0}]}}},
+        {"quantization": {"training": {"steps": 1, "blocks": [{"block": 0, "before": 0.0}]}}},
+        {"quantization": {"training": {"whole_model": {"before": 1, "kept": True}}}},
         {"quantization": {"layers": None, "scheme": "w4", "calibration": None, "versions": []}},
         {"model": None, "data": None, "settings": {}, "tasks": [{"name": "x", "model": None}]},
     ],

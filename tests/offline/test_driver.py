@@ -15,13 +15,12 @@ import torch
 import transformers
 from jobs import contents, request, stop_before_the_end
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, character_tokenizer, write_checkpoint
+from tiny import ARCHITECTURES, write_checkpoint
 
 import billfish
 from billfish.checkpoints import write as files
 from billfish.checkpoints.convert import convert
 from billfish.checkpoints.inspect import inspect
-from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.models.linear import QuantLinear
@@ -396,69 +395,3 @@ def test_a_hessian_that_cannot_be_factored_is_reported(tmp_path, llama, text, mo
     report = quantize(request(llama, tmp_path / "out", text))
     assert all("rounded to nearest" in layer["note"] for layer in report["layers"])
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-
-MEASURE = """
-import resource, sys, torch
-from pathlib import Path
-from itertools import count
-from billfish.offline.driver import quantize
-from billfish.offline.request import QuantizeRequest
-from billfish.schemes.w4a16 import W4A16
-from billfish.solvers import gptq
-factor, calls = gptq.inverse_factor, count()
-gptq.inverse_factor = lambda hessian: factor(hessian) if next(calls) < 14 else None
-source, output = map(Path, sys.argv[1:])
-QuantizeRequest(source, output, W4A16(4, 128))
-torch.linalg.cholesky(torch.eye(64)) @ torch.eye(64)  # loads the maths libraries
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-quantize(QuantizeRequest(source, output, W4A16(4, 128), "gptq", nsamples=2, seqlen=64))
-print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-def test_the_model_streams(tmp_path):
-    """Weights are at least 4 times the resident memory that quantizing them adds at its peak. Two
-    blocks are solved; the others, of the same size, are rounded, in a tenth of the time."""
-    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 26}
-    config = transformers.LlamaConfig(
-        **wide,
-        vocab_size=128,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    source = tmp_path / "source"
-    source.mkdir()
-    block = torch.randn(2048, 1024) * 0.02
-    shards, count = [], wide["num_hidden_layers"]
-    for index in [*range(count), None]:
-        prefix = "" if index is None else f"model.layers.{index}."
-        inside = {
-            name: (block if p.shape[1] == 1024 else block.T)[: p.shape[0]].clone()
-            if p.ndim == 2
-            else torch.ones(p.shape)
-            for name, p in model.named_parameters()
-            if (name.startswith(prefix) if prefix else "layers" not in name)
-        }
-        shards.append(files.shard_name(len(shards) + 1, count + 1))
-        files.write_shard(source / shards[-1], inside)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(source)
-    character_tokenizer().save_pretrained(source)
-    files.finish(source, shards)
-    weights = Checkpoint(source).nbytes
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, source, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    before, after = map(int, done.stdout.split())
-    added = (after - before) * 1024
-    print(f"weights {weights / 2**20:.0f} MiB, added at the peak {added / 2**20:.0f} MiB")
-    assert weights >= 4 * added, (weights, added)

@@ -82,9 +82,13 @@ class Codes(Solved):
     codes: Tensor
     scales: Tensor
 
+    @property
+    def decoded(self):
+        return self.codes.view(FP8).float() * self.scales.float()
+
     def rows(self, start, end):
         cut = slice(start, end)
-        return Codes(self.decoded[cut], None, self.note, self.codes[cut], self.scales[cut])
+        return Codes(None, self.note, None, self.codes[cut], self.scales[cut])
 
     def tensors(self):
         return {"weight_packed": self.codes.contiguous(), "weight_scale": self.scales.contiguous()}
@@ -94,8 +98,7 @@ def quantize(scheme, weight, statistics, method, dtype):
     scales = (weight.abs().amax(1, keepdim=True) * scheme.margin / LARGEST).clamp(min=1e-6)
     scales = scales.to(dtype)
     codes = (weight / scales.float()).clamp(-LARGEST, LARGEST).to(FP8)
-    decoded = codes.float() * scales.float()
-    return Codes(decoded, None, None, codes.view(torch.uint8), scales)
+    return Codes(None, None, None, codes.view(torch.uint8), scales)
 
 
 class Rounded:

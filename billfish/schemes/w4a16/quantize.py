@@ -4,12 +4,13 @@ For offline use. A call may take several linears stacked along n that share an i
 are only searched here; offline/block.py folds them, because that changes other layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from billfish.schemes.base import Solved
+from billfish.schemes.base import Tensors
+from billfish.schemes.w4a16.codes import Codes, TrainableCodes
 from billfish.schemes.w4a16.scheme import W4A16
 from billfish.solvers import awq, gptq
 from billfish.solvers.clip import search_scales
@@ -17,32 +18,6 @@ from billfish.solvers.methods import METHODS, Method
 from billfish.solvers.statistics import Statistics, output_energy
 
 ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights in one step: temporaries of 4 MB on a CPU
-
-
-@dataclass(frozen=True)
-class Codes(Solved):
-    """The result of w4a16: decoded weights with their codes, scales and zeros."""
-
-    scheme: W4A16
-    codes: Tensor  # (n, k) uint8
-    scales: Tensor  # (n, g) in the stored dtype
-    zeros: Tensor  # (n, g) uint8
-
-    def rows(self, start: int, end: int) -> "Codes":
-        cut = slice(start, end)
-        energy = None if self.energy is None else self.energy[cut]
-        return Codes(
-            self.decoded[cut],
-            energy,
-            self.note,
-            self.scheme,
-            self.codes[cut],
-            self.scales[cut],
-            self.zeros[cut],
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.scheme.pack(self.codes, self.scales, self.zeros)
 
 
 def quantize(
@@ -58,14 +33,15 @@ def quantize(
     if known.factor is not None and known.drift is not None:
         target = gptq.undrift(weight, known.factor, known.drift)
     # Rows are independent; a few at a time keep the temporaries small.
-    pieces = [
+    pieces = (
         _rows(scheme, rows, known, dtype)
         for rows in torch.split(target, max(64, ROW_CODES[weight.device.type] // k))
-    ]
-    codes, scales, zeros, decoded = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    hessian = known.hessian
-    energy = None if hessian is None else output_energy(weight, decoded, hessian)
-    return Codes(decoded, energy, known.note, scheme, codes, scales, zeros)
+    )
+    codes, scales, zeros = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    solved = Codes(None, known.note, target, scheme, codes, scales, zeros)
+    if known.hessian is None:
+        return solved
+    return replace(solved, energy=output_energy(weight, solved.decoded, known.hessian))
 
 
 @dataclass(frozen=True)
@@ -96,9 +72,8 @@ def _usable(statistics: Statistics | None, method: Method) -> _Known:
 
 def _rows(
     scheme: W4A16, target: Tensor, known: _Known, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales, zeros and decoded weights of some rows; rounded to nearest without a
-    Hessian."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of some rows; rounded to nearest without a Hessian."""
     n, k = target.shape
     grid, size = scheme.grid, scheme.group_of(k)
     groups = target.view(n, -1, size)
@@ -111,9 +86,15 @@ def _rows(
     else:
         rounder = gptq.GridRounder(grid, scale, zero, k)
         codes = gptq.solve(target, known.factor, rounder).view_as(groups)
-    decoded = grid.decode(codes, scale[..., None], zero[..., None]).view(n, k)
     byte = torch.uint8
-    return codes.view(n, k).to(byte), scale.to(dtype), zero.to(byte), decoded
+    return codes.view(n, k).to(byte), scale.to(dtype), zero.to(byte)
+
+
+def trainable_scales(scheme: W4A16, tensors: Tensors) -> TrainableCodes:
+    """Canonical tensors whose scales can be trained; codes and zeros stay as they are."""
+    assert not scheme.has_g_idx, "Billfish writes columns in their own order"
+    codes, zeros = scheme.codes(tensors), scheme.zeros(tensors)
+    return TrainableCodes(scheme, codes, tensors["weight_scale"], zeros, None)
 
 
 def search_fold(

@@ -25,7 +25,7 @@ G_IDX = "weight_g_idx"
 @dataclass(frozen=True)
 class W4A16:
     name: ClassVar[str] = "w4a16"
-    methods: ClassVar[tuple[str, ...]] = ("gptq", "awq", "rtn")
+    methods: ClassVar[tuple[str, ...]] = ("gptq", "awq", "rtn", "finetune")
 
     bits: int = 4
     group_size: int = 128  # -1: one scale per output channel
