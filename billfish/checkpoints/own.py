@@ -40,7 +40,11 @@ class Own(Plain):
     zero_scales: ClassVar[bool] = False
     known_as: ClassVar[str] = METHOD
     words: ClassVar[str] = "weight_packed"
-    kinds: ClassVar[Mapping[str, str]] = {"weight_packed": "packed", "weight_scale": "scales"}
+    kinds: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("weight_packed", "weight_packed_4"), "packed"),
+        **dict.fromkeys(("weight_scale", "weight_scale_4", "scale_code", "scale_base"), "scales"),
+        "weight_zero": "zeros",
+    }
     writable: ClassVar[bool] = False  # `convert` writes formats that other engines read
 
     of_all: Scheme | None
@@ -98,7 +102,10 @@ class Own(Plain):
                 f"its tensors are of a {found[0]} x {found[1]} layer, the model's is {n} x {k}. "
                 "The file does not belong to this config.json."
             )
-        return {name: stored[name] for name in scheme.tensors(n, k, torch.float16)}
+        tensors = {name: stored[name] for name in scheme.tensors(n, k, torch.float16)}
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            scheme.check(tensors)
+        return tensors
 
     def from_canonical(self, scheme: Scheme, tensors: Tensors) -> dict[str, Tensor]:
         return dict(tensors)

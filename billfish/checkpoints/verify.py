@@ -199,7 +199,8 @@ class Survey(Checkpoint):
         before = len(self.problems)
         for part, tensor in stored.items():
             self.check_finite(layer.names[part], tensor)
-            if not dialect.zero_scales and tensor.is_floating_point() and bool((tensor == 0).any()):
+            positive = "scale" in part and tensor.is_floating_point() and not dialect.zero_scales
+            if positive and bool((tensor == 0).any()):
                 where = (tensor == 0).nonzero()[0].tolist()
                 self.about(layer.names[part], f"holds a scale of 0 at {where}: its group is lost.")
         if len(self.problems) > before:

@@ -18,7 +18,13 @@ def _group_size(given: str) -> int | str:
         raise typer.BadParameter(f"{given!r} is neither auto nor a whole number.") from None
 
 
-Scheme = Annotated[str, typer.Option(help="Format of the quantized weights: w4a16.")]
+Scheme = Annotated[
+    str,
+    typer.Option(
+        help="Format of the quantized weights: w4a16; or w2416: 2- and 4-bit groups and 16-bit "
+        "outliers in one matrix."
+    ),
+]
 Method = Annotated[
     str,
     typer.Option(
@@ -40,6 +46,12 @@ EndToEnd = Annotated[
 ]
 Bits = Annotated[
     int | None, typer.Option(min=2, max=8, help="Bits per weight; 4, if none are given.")
+]
+BitsBudget = Annotated[
+    float | None,
+    typer.Option(
+        help="w2416: true bits per weight, with everything that is stored; 2.91, if none are given."
+    ),
 ]
 GroupSize = Annotated[
     Any,
@@ -87,6 +99,7 @@ def plan(
     steps: Steps = None,
     end_to_end: EndToEnd = None,
     bits: Bits = None,
+    bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
@@ -107,7 +120,7 @@ def plan(
     request = _request(
         model,
         scheme,
-        _options(bits, group_size, sym, parameters),
+        _options(bits, bits_budget, group_size, sym, parameters),
         dtype,
         stored_dtype,
         output=output,
@@ -132,6 +145,7 @@ def quantize(
     steps: Steps = None,
     end_to_end: EndToEnd = None,
     bits: Bits = None,
+    bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
@@ -163,7 +177,7 @@ def quantize(
     request = _request(
         model,
         scheme,
-        _options(bits, group_size, sym, parameters),
+        _options(bits, bits_budget, group_size, sym, parameters),
         dtype,
         stored_dtype,
         output=output,
@@ -186,10 +200,14 @@ def quantize(
 
 
 def _options(
-    bits: int | None, group_size: Any, sym: bool | None, parameters: list[str] | None
+    bits: int | None,
+    budget: float | None,
+    group_size: Any,
+    sym: bool | None,
+    parameters: list[str] | None,
 ) -> dict[str, Any]:
     """The scheme's parameters that were given; the scheme checks them."""
-    given = {"bits": bits, "group_size": group_size, "symmetric": sym}
+    given = {"bits": bits, "budget": budget, "group_size": group_size, "symmetric": sym}
     options = {name: value for name, value in given.items() if value not in (None, "auto")}
     for text in parameters or ():
         name, equals, value = text.partition("=")

@@ -162,7 +162,7 @@ def cut_obstacle(size: int, parts: int, dim: int, scheme: Scheme | None) -> str 
     """Why `size` outputs (dim 0) or inputs (dim 1) cannot be split into equal parts, or None."""
     if size % parts:
         return f"its {size} {('outputs', 'inputs')[dim]} do not split into {parts}"
-    return None if scheme is None else scheme.refuses_cut(dim, size // parts)
+    return None if scheme is None else scheme.refuses_cut(dim, size // parts, size)
 
 
 def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:

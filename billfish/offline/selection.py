@@ -22,5 +22,5 @@ def fit_scheme(
     what, way_out = scheme.misfit(shapes)
     told = f"{what}: {share:.1%} of the weights that could be quantized stay in 16 bits. {way_out}"
     if scheme is wanted and share > TOLERATED and not allow_skipped:
-        raise UserError(f"{told}; choose one, or auto, or leave them so with --allow-skipped.")
+        raise UserError(f"{told}, or leave them so with --allow-skipped.")
     return scheme, told + "."

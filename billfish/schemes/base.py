@@ -54,9 +54,13 @@ class Scheme(Protocol):
         """For a model with linears that it refuses: which parameter does not fit, and which
         would."""
 
-    def refuses_cut(self, dim: int, at: int) -> str | None:
-        """Why a layer cannot be split for tensor parallelism before output (dim 0) or input (dim 1)
-        `at`; or None."""
+    def check(self, tensors: Tensors) -> None:
+        """Raise a UserError that names the tensor if their values cannot be a layer's; shapes and
+        dtypes are those of `tensors`, floats are finite."""
+
+    def refuses_cut(self, dim: int, at: int, size: int) -> str | None:
+        """Why a layer with `size` outputs (dim 0) or inputs (dim 1) cannot be split for tensor
+        parallelism before the one `at`; or None."""
 
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
         """Canonical tensors of outputs (dim 0) or inputs (dim 1) [begin, end). Raises a UserError

@@ -21,6 +21,7 @@ from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.dialects.awq import Awq
 from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
 from billfish.schemes.w4a16.dialects.gptq import Gptq
+from billfish.schemes.w2416 import W2416
 
 GOLDEN = Path(__file__).with_name("golden.json")
 FORMAT = Path(__file__).parents[2] / "docs" / "FORMAT.md"
@@ -59,6 +60,24 @@ def as_awq(scheme, n, k):
     return dialect.from_canonical(scheme, canonical(scheme, n, k))
 
 
+def mixed(scheme, n, k):
+    """w2416: every tensor by formula, and the weight that they mean."""
+    share, tensors = scheme.shares(k), {}
+    for salt, (name, spec) in enumerate(scheme.tensors(n, k, torch.float16).items(), 3):
+        index = torch.arange(spec.nbytes // spec.dtype.itemsize).view(spec.shape)
+        if spec.dtype.is_floating_point:
+            tensors[name] = ((1 + index * salt % 13) / 64).to(spec.dtype)
+        else:
+            tensors[name] = (index * 2654435761 * salt % 2**62).to(spec.dtype)
+    inside = torch.arange(k // 16) % (share.two + share.four)
+    tensors["input_bits"] = torch.where(inside < share.four, 4, 2).to(torch.uint8)
+    tensors["scale_base"] = tensors["scale_base"] & 0x3FFF | 0x1000
+    places = tensors["outlier_place"].int() % (16 * share.part)
+    tensors["outlier_place"] = ((places ^ 0x8000) - 0x8000).to(torch.int16)
+    scheme.check(tensors)
+    return {**tensors, "weight": scheme.dequantize(tensors)}
+
+
 @cache
 def packed():
     """{case: {tensor name: tensor}} of every layout of every dialect."""
@@ -71,6 +90,7 @@ def packed():
             if bits in (2, 3, 4, 8):
                 cases[f"gptq {kind}"] = as_gptq(W4A16(bits, 32, symmetric), 32, 96)
                 cases[f"gptq {kind} desc_act"] = as_gptq(W4A16(bits, 32, symmetric, True), 32, 96)
+    cases["w2416"] = mixed(W2416(2.91), 32, 1024)
     cases["canonical bfloat16"] = canonical(W4A16(), 8, 256, torch.bfloat16)
     cases["canonical g_idx"] = canonical(W4A16(4, 32, has_g_idx=True), 8, 96)
     for symmetric in (True, False):

@@ -16,6 +16,7 @@ from billfish.offline import distill, driver
 from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w2416 import W2416
 from billfish.solvers import finetune, training
 
 W3 = W4A16(bits=3, group_size=32, symmetric=False)
@@ -41,8 +42,16 @@ def weights(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def test_training_and_distillation_improve_held_out_sequences(tmp_path, source, fast):
-    asked = request(source, tmp_path / "out", "sample", **{**TRAINED, "end_to_end": 20})
+@pytest.mark.parametrize(
+    ("scheme", "scales"),
+    [(W3, {"weight_scale"}), (W2416(3.3), {"scale_base", "weight_scale_4"})],
+    ids=["w4a16", "w2416"],
+)
+def test_training_and_distillation_improve_held_out_sequences(
+    tmp_path, source, fast, scheme, scales
+):
+    trained = {**TRAINED, "scheme": scheme}
+    asked = request(source, tmp_path / "out", "sample", **{**trained, "end_to_end": 20})
     report = quantize(asked)
     told = report["training"]
     assert (told["steps"], told["end_to_end"]) == (40, 20)
@@ -52,22 +61,24 @@ def test_training_and_distillation_improve_held_out_sequences(tmp_path, source, 
     assert all(layer["error"] is None for layer in report["layers"])  # GPTQ's no longer hold
     assert verify(tmp_path / "out")["ok"]
     # Distillation changed scales and norms, and no code.
-    quantize(request(source, tmp_path / "blocks", "sample", **TRAINED))
+    quantize(request(source, tmp_path / "blocks", "sample", **trained))
     changed = set()
     for name in weights(tmp_path / "out"):
         before, after = (load_file(tmp_path / folder / name) for folder in ("blocks", "out"))
         changed |= {key for key in before if not torch.equal(before[key], after[key])}
-    assert {key.rpartition(".")[2] for key in changed} == {"weight_scale", "weight"}
+    assert {key.rpartition(".")[2] for key in changed} == {*scales, "weight"}
     assert all("norm" in key for key in changed if key.endswith(".weight"))
     assert "model.norm.weight" in changed
 
 
-@pytest.mark.parametrize("scheme", [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64)])
+@pytest.mark.parametrize(
+    "scheme", [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64), W2416(3.3)]
+)
 def test_every_grid_is_trained(tmp_path, source, fast, scheme, text):
     report = quantize(request(source, tmp_path / "out", text, **{**TRAINED, "scheme": scheme}))
     first = report["training"]["blocks"][0]
     assert first["kept"] == (first["after"] < first["before"])
-    assert first["kept"] or scheme.bits == 8  # 8 bits leave nothing to gain
+    assert first["kept"] or scheme == W4A16(8, -1)  # 8 bits leave nothing to gain
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

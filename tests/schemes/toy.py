@@ -53,11 +53,15 @@ class W8F:
     def misfit(self, shapes):
         return "some k are odd", "None would fit"
 
-    def refuses_cut(self, dim, at):
+    def check(self, tensors):
+        pass
+
+    def refuses_cut(self, dim, at, size):
         return f"{at} inputs are not pairs" if dim == 1 and at % 2 else None
 
     def shard(self, tensors, dim, begin, end):
-        if reason := self.refuses_cut(dim, begin) or self.refuses_cut(dim, end):
+        size = self.size(tensors)[dim]
+        if reason := self.refuses_cut(dim, begin, size) or self.refuses_cut(dim, end, size):
             raise UserError(f"cannot be cut: {reason}.")
         codes, scales = tensors["weight_packed"], tensors["weight_scale"]
         if dim == 0:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from billfish.errors import UserError
-from billfish.formats.layout import pack_stream, unpack_stream
+from billfish.formats.layout import unpack_stream
 from billfish.formats.spec import TensorSpec
 from billfish.schemes.base import STD, Options, Shape, Tensors
 from billfish.schemes.w2416.shares import BAND, GROUP, PLACES, Shares, part_size, shares
@@ -108,11 +108,10 @@ class W2416:
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[str, str]:
         reason = next(r for n, k in shapes if (r := self.refuses(n, k)))
-        return reason, f"Linears need n and k that are multiples of {GROUP}"
+        return reason, f"It takes linears with n and k that are multiples of {GROUP}"
 
     def check(self, tensors: Tensors) -> None:
-        n, k = self.size(tensors)
-        share = self.shares(k)
+        share = self.shares(self.size(tensors)[1])
         bits = tensors["input_bits"].view(share.parts, -1)
         if not bool(((bits == 2) | (bits == 4)).all()):
             raise UserError("input_bits has values that are neither 2 nor 4.", part="input_bits")
@@ -186,7 +185,7 @@ class W2416:
                 count = tensor.shape[along]
                 first, last = count * begin // size[1], count * end // size[1]
                 tensor = tensor.narrow(along, first, last - first)
-            made[name] = tensor.contiguous()
+            made[name] = tensor.clone(memory_format=torch.contiguous_format)
         return made
 
     # -- what it means
@@ -255,7 +254,8 @@ def pack_bands(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 def unpack_bands(words: Tensor, bits: int) -> Tensor:  # -> (n, g) int64
     shift = (torch.arange(BAND, device=words.device) * bits)[:, None]
-    return ((words.long()[:, None] >> shift) & (2**bits - 1)).flatten(0, 1)
+    fields: Tensor = (words.long()[:, None] >> shift) & (2**bits - 1)
+    return fields.flatten(0, 1)
 
 
 def spread(of_bands: Tensor) -> Tensor:
@@ -280,8 +280,9 @@ def unpack_base(words: Tensor) -> tuple[Tensor, Tensor]:
 def round_base(base: Tensor) -> Tensor:
     """To the nearest scale that can be stored and is positive."""
     bits = (base / BASE).clamp(2.0**-14, 65000.0).half().view(torch.int16).to(torch.int32)
-    bits = ((bits + 4) >> 3 << 3).clamp(max=0x7BF8)
-    return bits.to(torch.int16).view(torch.float16).float() * BASE
+    half = ((bits + 4) >> 3 << 3).clamp(max=0x7BF8).to(torch.int16).view(torch.float16)
+    rounded: Tensor = half.float() * BASE
+    return rounded
 
 
 def _base_bits(words: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ def misfit(size: int, shapes: Sequence[Shape]) -> tuple[str, str]:
     fits = [each for each in USUAL if not weights_left(shapes, each)]
     return (
         f"group size {size} does not divide k = {', '.join(map(str, odd))}",
-        f"Sizes that divide every k: {', '.join(map(str, [*fits, -1]))} (-1: one scale a row)",
+        f"Sizes that divide every k: {', '.join(map(str, [*fits, -1]))} (-1: one scale a row); "
+        "choose one, or auto",
     )
 
 

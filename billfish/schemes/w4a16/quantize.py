@@ -4,7 +4,7 @@ For offline use. A call may take several linears stacked along n that share an i
 are only searched here; offline/block.py folds them, because that changes other layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from billfish.schemes.w4a16.codes import Codes, TrainableCodes
 from billfish.schemes.w4a16.scheme import W4A16
 from billfish.solvers import awq, gptq
 from billfish.solvers.clip import search_scales
-from billfish.solvers.methods import METHODS, Method
+from billfish.solvers.known import Known
+from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
 
 ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights in one step: temporaries of 4 MB on a CPU
@@ -28,10 +29,8 @@ def quantize(
     dtype: torch.dtype,  # of the stored scales
 ) -> Codes:
     k = weight.shape[1]
-    known = _usable(statistics, METHODS[method])
-    target = weight
-    if known.factor is not None and known.drift is not None:
-        target = gptq.undrift(weight, known.factor, known.drift)
+    known = Known.of(statistics, METHODS[method])
+    target = known.target(weight)
     # Rows are independent; a few at a time keep the temporaries small.
     pieces = (
         _rows(scheme, rows, known, dtype)
@@ -44,34 +43,8 @@ def quantize(
     return replace(solved, energy=output_energy(weight, solved.decoded, known.hessian))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Calibration results that the solver can use; without a Hessian it rounds to nearest."""
-
-    hessian: Tensor | None = None
-    factor: gptq.Factor | None = None
-    drift: Tensor | None = None
-    note: str | None = None
-
-
-def _usable(statistics: Statistics | None, method: Method) -> _Known:
-    if not method.needs_data:
-        return _Known(statistics.hessian if statistics and statistics.tokens else None)
-    if statistics is None or not statistics.tokens:
-        return _Known(note="saw no calibration token: rounded to nearest")
-    hessian = statistics.hessian
-    if not method.error_feedback:
-        if bool(torch.isfinite(hessian).all()):
-            return _Known(hessian)
-        return _Known(note="calibration inputs are not finite: rounded to nearest")
-    factor = gptq.Factor.of(hessian)
-    if factor is None:
-        return _Known(note="Hessian not positive definite at any damping: rounded to nearest")
-    return _Known(hessian, factor, statistics.drift, factor.note)
-
-
 def _rows(
-    scheme: W4A16, target: Tensor, known: _Known, dtype: torch.dtype
+    scheme: W4A16, target: Tensor, known: Known, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of some rows; rounded to nearest without a Hessian."""
     n, k = target.shape

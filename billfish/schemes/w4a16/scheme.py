@@ -143,7 +143,10 @@ class W4A16:
             tensors[G_IDX] = (order // self.group_of(k)).to(torch.int32)
         return tensors
 
-    def refuses_cut(self, dim: int, at: int) -> str | None:
+    def check(self, tensors: Tensors) -> None:
+        """All words are codes."""
+
+    def refuses_cut(self, dim: int, at: int, size: int) -> str | None:
         if dim == 1 and self.has_g_idx:
             return "its columns are reordered (desc_act), so a group may lie in several shards"
         if dim == 1 and self.group_size != -1 and at % self.group_size:
@@ -157,7 +160,7 @@ class W4A16:
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
         size = self.size(tensors)
         for at in {begin, end} - {size[dim]}:
-            if reason := self.refuses_cut(dim, at):
+            if reason := self.refuses_cut(dim, at, size[dim]):
                 raise UserError(f"a {size[0]} x {size[1]} layer cannot be cut at {at}: {reason}.")
         cut = slice(begin, end)
         codes, scales, zeros = self.codes(tensors), tensors["weight_scale"], self.zeros(tensors)
