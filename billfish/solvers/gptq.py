@@ -63,20 +63,19 @@ class Factor:
     note: str | None
 
     @staticmethod
-    def of(hessian: Tensor, together: int = 1) -> "Factor | None":
+    def of(hessian: Tensor, together: int = 1, order: Tensor | None = None) -> "Factor | None":
         """None if the Hessian cannot be factored. `together`: number of neighbouring columns that
-        the rounder takes at once; they stay neighbours in the order."""
+        the rounder takes at once; they stay neighbours in the order. Or the order itself."""
         # Inputs that are always zero: their weights do not matter. Their diagonal becomes the mean
         # of the others, not 1, as damping relative to 1 would dominate small activations.
         diagonal = hessian.diagonal().clone()
         dead = diagonal == 0
         diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
-        weight = diagonal.view(-1, together).sum(1)
-        order = torch.argsort(weight, descending=True, stable=True)
-        if together > 1:
-            order = (
-                order[:, None] * together + torch.arange(together, device=order.device)
-            ).flatten()
+        if order is None:
+            weight = diagonal.view(-1, together).sum(1)
+            order = torch.argsort(weight, descending=True, stable=True)
+            inside = torch.arange(together, device=order.device)
+            order = (order[:, None] * together + inside).flatten()
         ordered = hessian[order[:, None], order]
         ordered.diagonal().copy_(diagonal[order])
         found = inverse_factor(ordered)

@@ -21,7 +21,8 @@ class Known:
     note: str | None = None
 
     @staticmethod
-    def of(statistics: Statistics | None, method: Method) -> "Known":
+    def of(statistics: Statistics | None, method: Method, order: Tensor | None = None) -> "Known":
+        """`order`: of the columns in the factor, if not by decreasing diagonal of H."""
         if not method.needs_data:
             return Known(statistics.hessian if statistics and statistics.tokens else None)
         if statistics is None or not statistics.tokens:
@@ -31,7 +32,7 @@ class Known:
             if bool(torch.isfinite(hessian).all()):
                 return Known(hessian)
             return Known(note="calibration inputs are not finite: rounded to nearest")
-        factor = gptq.Factor.of(hessian)
+        factor = gptq.Factor.of(hessian, order=order)
         if factor is None:
             return Known(note="Hessian not positive definite at any damping: rounded to nearest")
         return Known(hessian, factor, statistics.drift, factor.note)

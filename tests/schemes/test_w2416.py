@@ -21,7 +21,7 @@ from billfish.schemes.w2416.scheme import (
     unpack_bands,
     unpack_base,
 )
-from billfish.schemes.w2416.search import Groups, second_order
+from billfish.schemes.w2416.search import FRACTIONS, Groups, second_order
 from billfish.schemes.w2416.shares import part_size, shares
 from billfish.solvers.statistics import Statistics
 
@@ -170,15 +170,13 @@ def test_a_search_finds_the_best_of_all_scales_and_zeros():
     """Of those that it tries; against every one, an element at a time."""
     groups = Groups(torch.randn(3, 4, 16), None)
     groups.search()
-    from billfish.schemes.w2416.search import FRACTIONS, ZEROS
-
     for g in range(3):
         for row in range(4):
             w = groups.weights[g, row]
             best = min(
                 float(((((w / s + z).round().clamp(0, 3) - z) * s - w) ** 2).sum())
                 for s in (groups.range[g, row] * f for f in FRACTIONS)
-                for z in ZEROS
+                for z in (ZERO + ZERO_STEP * i for i in range(4))
             )
             assert groups.best[g, row] == pytest.approx(best, rel=1e-5)
 
