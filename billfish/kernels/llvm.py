@@ -11,7 +11,7 @@ in a register.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -69,7 +69,7 @@ class Value:
     def __lshift__(self, bits: int) -> "Value":
         return self._with("shl", bits)
 
-    def __rshift__(self, bits: int) -> "Value":  # zeros come in
+    def __rshift__(self, bits: "Value | int") -> "Value":  # zeros come in
         return self._with("lshr", bits)
 
     def halved(self, times: int) -> "Value":  # >> of a signed integer
@@ -128,31 +128,37 @@ class Writer:
     def number(self, value: int) -> Value:
         return self.constant(I64, value)
 
+    def lanes(self, element: Any, values: Sequence[float]) -> Value:
+        """A vector of these numbers."""
+        return Value(self, ir.Constant(vector(element, len(values)), list(values)))
+
+    def array(self, name: str, element: Any, values: Sequence[float]) -> Value:
+        """The address of these numbers, which lie beside the code."""
+        place = self.module.globals.get(name)
+        if place is None:
+            kind = ir.ArrayType(element, len(values))
+            place = ir.GlobalVariable(self.module, kind, name)
+            place.initializer, place.global_constant = ir.Constant(kind, list(values)), True
+        return Value(self, self.builder.ptrtoint(place, I64))
+
+    def shuffle(self, value: Value, order: Sequence[int]) -> Value:
+        """Lane i of the result is lane order[i]."""
+        mask = ir.Constant(vector(I32, len(order)), list(order))
+        return Value(self, self.builder.shuffle_vector(value.raw, value.raw, mask))
+
     def spread(self, value: Value, lanes: int, lane: int = 0) -> Value:
         """A scalar, or one lane of a vector, broadcast to all lanes."""
         raw = value.raw
         if not value.lanes:
             empty = ir.Constant(vector(value.type, lanes), ir.Undefined)
             raw = self.builder.insert_element(empty, raw, ir.Constant(I32, 0))
-        mask = ir.Constant(vector(I32, lanes), [lane] * lanes)
-        return Value(self, self.builder.shuffle_vector(raw, raw, mask))
+        return self.shuffle(Value(self, raw), [lane] * lanes)
 
     def summed(self, value: Value) -> Value:
         """The sum of all lanes, by halving."""
         while value.lanes > 1:
             half = value.lanes // 2
-            parts = [
-                Value(
-                    self,
-                    self.builder.shuffle_vector(
-                        value.raw,
-                        value.raw,
-                        ir.Constant(vector(I32, half), list(range(at, at + half))),
-                    ),
-                )
-                for at in (0, half)
-            ]
-            value = parts[0] + parts[1]
+            value = self.shuffle(value, range(half)) + self.shuffle(value, range(half, value.lanes))
         return Value(self, self.builder.extract_element(value.raw, ir.Constant(I32, 0)))
 
     def variable(self, first: Value) -> Variable:
@@ -233,7 +239,7 @@ def _dot_vnni(w: Writer, total: Value, codes: Value, x: Value) -> Value:
 
 
 def _dot_pairs(w: Writer, total: Value, codes: Value, x: Value) -> Value:
-    """Two products are added in 16 bits, where 2 * 15 * 128 fits."""
+    """Two products are added in 16 bits, where 2 * 127 * 128 fits."""
     first, second = {
         8: ("avx2.pmadd.ub.sw", "avx2.pmadd.wd"),
         16: ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512"),
@@ -260,7 +266,7 @@ _DOTS = {"vnni": _dot_vnni, "pairs": _dot_pairs, "neon": _dot_neon, "plain": _do
 
 
 def dot(isa: Isa, w: Writer, total: Value, codes: Value, x: Value) -> Value:
-    """Codes have 4 bits."""
+    """Codes are below 128."""
     return _DOTS[isa.dot](w, total, codes, x)
 
 
