@@ -270,6 +270,14 @@ def dot(isa: Isa, w: Writer, total: Value, codes: Value, x: Value) -> Value:
     return _DOTS[isa.dot](w, total, codes, x)
 
 
+def dot_pairs(isa: Isa, w: Writer, total: Value, a: Value, b: Value) -> Value:
+    """Each int32 lane += two products of 16-bit integers; for x86."""
+    name = {8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[isa.lanes]
+    pairs = vector(I16, 2 * total.lanes)
+    both = a.as_bits(pairs), b.as_bits(pairs)
+    return total + w.intrinsic(f"llvm.x86.{name}", total.type, *both)
+
+
 def spread_words(isa: Isa, w: Writer, address: Value, count: int) -> list[Value]:
     """32-bit words, each broadcast. x86 broadcasts on load; NEON's sdot takes any lane."""
     if isa.dot == "neon":
