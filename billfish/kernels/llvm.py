@@ -370,6 +370,8 @@ def compiled(module: ir.Module, isa: Isa) -> Compiled:
     off = [name for name in features() if name.startswith(("avx512", "avx10", "amx"))]
     off = off if isa.lanes < 16 else []
     flags = [f"+{name}" for name in sorted(features() - set(off))] + [f"-{name}" for name in off]
+    if "avx2" in features():
+        flags.append("+fast-dpwssd")  # one instruction of `dot_pairs` where there is one
     return Compiled(module, llvm.get_process_triple(), llvm.get_host_cpu_name(), ",".join(flags))
 
 

@@ -64,7 +64,8 @@ class Product:
         self.groups = two + parts * four
         self.inputs, self.outputs = self.groups * GROUP, bands * BAND
         self.most = max(64, SLICE // max(1, self.inputs))  # rows
-        numbers = (*(each.data_ptr() for each in weights), bands, two, parts, four, places.shape[2])
+        sizes = (bands, two, parts, four, places.shape[2], self.inputs // max(1, parts))
+        numbers = (*(each.data_ptr() for each in weights), *sizes)
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self.layer = ctypes.addressof(self.numbers)
         self.isa, self.scale = isa, weights[6].dtype

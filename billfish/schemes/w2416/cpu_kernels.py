@@ -11,9 +11,9 @@ bits, so a row's bits depend on no other row, thread count or instruction set.
     outliers  value times x itself, one after the other
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product as product_of
 from typing import Any
 
 import torch
@@ -55,11 +55,22 @@ from billfish.schemes.w2416.shares import BAND, GROUP
 
 WIDE = 8  # rows of x from which on decoding a band first is faster
 AHEAD = 1024  # bytes: prefetch distance of the words
+# Rows of x in a narrow tile, bands and groups of a tile: eight chains of dot products side by side.
+NARROW = {
+    16: ((4, 1, 1), (2, 2, 1), (1, 2, 2)),
+    8: ((2, 1, 1), (1, 1, 1)),
+    4: ((2, 1, 1), (1, 1, 1)),
+}
+WIDE_ROWS = {16: (8, 4, 2, 1), 8: (2, 1)}
 PAIRS = GROUP // 2 * BAND * 4  # bytes of a decoded group: inputs i and i + 8 in a lane
 LAYER = (
     *("order", "words", "zeros", "scales", "bases", "words_4", "scales_4", "places", "values"),
-    *("bands", "two", "parts", "four", "outliers"),
+    *("bands", "two", "parts", "four", "outliers", "part"),
 )
+Cells = dict[tuple[int, int, int], Variable]  # by row, band and vector
+Chain = tuple[int, int, int, int]  # group, row, band, vector
+Chains = dict[Chain, Value]
+Codes = dict[tuple[int, int, int], list[Value]]  # by group, band and vector
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class Layer:
     parts: Value
     four: Value  # groups of 4 bits, of a part
     outliers: Value  # of a band's part
+    part: Value  # inputs
 
     def __init__(self, w: Writer, address: Value) -> None:
         for i, name in enumerate(LAYER):
@@ -111,46 +123,50 @@ class Layer:
 
 
 class Inputs:
-    """Rows of x in scratch memory.
+    """The rows of a tile of x in scratch memory; `every` is the number of all rows.
 
-    steps   (rows, groups + STEPS) fp32
-    zeros   (rows, groups, 4) int32: what a sum over a group starts with, for each of the four zeros
-    planes  (rows, groups, 32) bytes: all upper and then all lower bytes of the group, every fourth
+    steps   (groups + STEPS, rows) fp32
+    zeros   (groups, rows, 4) int32: what a sum over a group starts with, for each of the four zeros
+    planes  (groups, rows, 32) bytes: all upper and then all lower bytes of the group, every fourth
             input side by side; for wide products 16-bit integers, inputs i and i + 8 side by side
     """
 
-    def __init__(self, layer: Layer, place: Value, rows: Value) -> None:
-        self.layer = layer
-        self.steps = place
-        self.zeros = self.steps + rows * (layer.groups + STEPS) * 4
-        self.planes = self.zeros + rows * layer.groups * 16
+    def __init__(
+        self, layer: Layer, place: Value, every: Value, row: Value, rows: "Value | int"
+    ) -> None:
+        self.rows = rows
+        self.steps = place + row * (layer.groups + STEPS) * 4
+        place = place + every * (layer.groups + STEPS) * 4
+        self.zeros = place + row * layer.groups * 16
+        self.planes = place + every * layer.groups * 16 + row * layer.groups * (2 * GROUP)
 
-    def step(self, row: Value, group: Value) -> Value:
-        return self.steps + (row * (self.layer.groups + STEPS) + group) * 4
+    def step(self, group: Value, row: "Value | int") -> Value:
+        return self.steps + (group * self.rows + row) * 4
 
-    def zero(self, row: Value, group: Value) -> Value:
-        return self.zeros + (row * self.layer.groups + group) * 16
+    def zero(self, group: Value, row: "Value | int") -> Value:
+        return self.zeros + (group * self.rows + row) * 16
 
-    def plane(self, row: Value, group: Value) -> Value:
-        return self.planes + (row * self.layer.groups + group) * (2 * GROUP)
+    def plane(self, group: Value, row: "Value | int") -> Value:
+        return self.planes + (group * self.rows + row) * (2 * GROUP)
 
 
 def _write_split(module: ir.Module, kind: Kind, wide: bool) -> Any:
-    """Rows [first, last) of x in whole steps: split(layer, x, inputs, rows, first, last)."""
-    w = Writer(module, f"split_{'wide' if wide else 'narrow'}", 6)
-    address, x, place, rows, first, last = w.arguments
+    """Groups [first, last) of a tile of x in whole steps: split(layer, x, inputs, every, row, rows,
+    first, last)."""
+    w = Writer(module, f"split_{'wide' if wide else 'narrow'}", 8)
+    address, x, place, every, above, rows, first, last = w.arguments
     layer = Layer(w, address)
-    inputs, ints = Inputs(layer, place, rows), vector(I32, GROUP)
-    with w.loop(first, last) as row, w.loop(w.number(0), layer.groups) as group:
+    inputs, ints = Inputs(layer, place, every, above, rows), vector(I32, GROUP)
+    with w.loop(w.number(0), rows) as row, w.loop(first, last) as group:
         source = w.load(layer.order + group * 4, I32).to(I64)
-        source = x + (row * layer.groups + source) * (GROUP * kind.x.itemsize)
+        source = x + ((above + row) * layer.groups + source) * (GROUP * kind.x.itemsize)
         value = load_floats(w, source, kind.x, GROUP)
         magnitude = value.as_bits(ints) & 0x7FFFFFFF
         largest = w.intrinsic(f"llvm.vector.reduce.umax.v{GROUP}i32", I32, magnitude)
         step, inverse = step_of(w, largest, TOP)
-        w.store(step, inputs.step(row, group))
+        w.store(step, inputs.step(group, row))
         steps = in_steps(w, value, inverse, TOP)
-        target = inputs.plane(row, group)
+        target = inputs.plane(group, row)
         if wide:
             order = [i // 2 + i % 2 * 8 for i in range(GROUP)]
             w.store(w.shuffle(steps.to(I16), order), target)
@@ -161,7 +177,7 @@ def _write_split(module: ir.Module, kind: Kind, wide: bool) -> Any:
             summed = w.intrinsic(f"llvm.vector.reduce.add.v{GROUP}i32", I32, steps)
             kinds = w.lanes(I32, [-zero for zero in ZEROS]), w.lanes(I32, [-8] * 4)
             zeros = w.pick(w.less(group, layer.two), *kinds)
-            w.store(w.spread(summed, 4) * zeros, inputs.zero(row, group))
+            w.store(w.spread(summed, 4) * zeros, inputs.zero(group, row))
     return w.end()
 
 
@@ -218,132 +234,174 @@ def _look_up(w: Writer, isa: Isa, table: Value, index: Value) -> Value:
     return (index & 3) * w.spread(second - first, isa.lanes) + w.spread(first, isa.lanes)
 
 
-# -- tiles: rows of x times a band
+# -- tiles: rows of x times bands
 
 
 class Tile:
-    """What narrow and wide tiles share. tile(layer, band, inputs, all rows, row, own, x, y)"""
+    """What narrow and wide tiles share: tile(layer, band, inputs, every, row, own, x, y).
 
-    def __init__(self, module: ir.Module, kind: Kind, rows: int, name: str) -> None:
-        self.w = w = Writer(module, f"{name}{rows}", 8)
-        address, self.band, place, every, self.row, own, self.x, self.y = w.arguments
-        self.kind, self.rows = kind, rows
+    A cell is (row, band, vector of the band). Every cell has a total in registers.
+    """
+
+    def __init__(self, module: ir.Module, kind: Kind, rows: int, bands: int, name: str) -> None:
+        self.w = w = Writer(module, f"{name}{rows}x{bands}", 8)
+        address, band, place, every, self.row, own, self.x, self.y = w.arguments
+        self.kind, self.rows, self.bands = kind, rows, [band + i for i in range(bands)]
         self.layer = Layer(w, address)
-        self.inputs = Inputs(self.layer, place, every)
+        self.inputs = Inputs(self.layer, place, every, self.row, rows)
         self.floats = vector(F32, kind.isa.lanes)
-        self.tile = [(row, part) for part in kind.vectors for row in range(rows)]
-        self.totals = {at: w.variable(w.constant(self.floats, 0.0)) for at in self.tile}
+        self.cells = [
+            (row, i, part) for row in range(rows) for i in range(bands) for part in kind.vectors
+        ]
+        self.totals = {cell: w.variable(w.constant(self.floats, 0.0)) for cell in self.cells}
         self.sums, self.factors = own, own + ROWS * BAND * 4
         self.panel = self.factors + (self.layer.groups + STEPS) * (ROWS * 4)
         self._write_factors()
 
     def _write_factors(self) -> None:
-        """Second-order scales times the steps of x."""
-        w, layer = self.w, self.layer
+        """Second-order scales times the steps of x: (bands, groups + STEPS, rows)."""
+        w, layer, rows = self.w, self.layer, self.rows
         with w.loop(w.number(0), layer.padded, STEPS) as group:
-            place = layer.bases + (self.band * layer.padded + group) * 2
-            bits = (w.load(place, vector(I16, STEPS)) >> 4) << 3
-            bases = bits.as_bits(vector(F16, STEPS)).to(F32) * (BASE / SIXTEENTHS)
-            for row in range(self.rows):
-                steps = w.load(self.inputs.step(self.row + row, group), vector(F32, STEPS))
-                w.store(bases * steps, self._factor(row, group))
+            for i, band in enumerate(self.bands):
+                place = layer.bases + (band * layer.padded + group) * 2
+                bits = (w.load(place, vector(I16, STEPS)) >> 4) << 3
+                bases = bits.as_bits(vector(F16, STEPS)).to(F32) * (BASE / SIXTEENTHS)
+                for part in range(rows):
+                    place = self.inputs.step(group, part * STEPS)
+                    each = w.shuffle(bases, [(part * STEPS + j) // rows for j in range(STEPS)])
+                    steps = w.load(place, vector(F32, STEPS))
+                    w.store(each * steps, self._factor(i, group, part * STEPS))
 
-    def _factor(self, row: int, group: Value) -> Value:
-        return self.factors + (self.layer.groups * row + group) * 4 + row * (STEPS * 4)
+    def _factor(self, i: int, group: Value, row: int) -> Value:
+        of_band = (self.layer.groups + STEPS) * (4 * self.rows)
+        return self.factors + of_band * i + group * (4 * self.rows) + 4 * row
 
     def add(self, total: Variable, value: Value, factor: Value) -> None:
         name = f"llvm.fma.v{self.kind.isa.lanes}f32"
         total.set(self.w.intrinsic(name, self.floats, value, factor, total.get()))
 
-    def add_2(self, row: int, part: int, group: Value, value: Value) -> None:
-        factor = self.w.load(self._factor(row, group), F32)
-        self.add(self.totals[row, part], value, self.w.spread(factor, self.kind.isa.lanes))
+    def add_2(self, cell: tuple[int, int, int], group: Value, value: Value) -> None:
+        factor = self.w.load(self._factor(cell[1], group, cell[0]), F32)
+        self.add(self.totals[cell], value, self.w.spread(factor, self.kind.isa.lanes))
 
-    @contextmanager
-    def groups_4(self) -> Iterator[tuple[Value, Value, dict[tuple[int, int], Variable]]]:
-        """For every 4-bit group: its number among them and among all, and sums of its part."""
+    def parts_4(self, add_groups: Callable[[Value, Value, Cells], None]) -> None:
+        """All 4-bit groups; add_groups(first, last, sums) adds those of one part."""
         w, layer, lanes = self.w, self.layer, self.kind.isa.lanes
-        sums = {at: w.variable(w.constant(self.floats, 0.0)) for at in self.tile}
+        sums = {cell: w.variable(w.constant(self.floats, 0.0)) for cell in self.cells}
         with w.when(w.less(w.number(0), layer.four)), w.loop(w.number(0), layer.parts) as part:
             for each in sums.values():
                 each.set(w.constant(self.floats, 0.0))
-            with w.loop(part * layer.four, (part + 1) * layer.four) as group:
-                yield group, layer.two + group, sums
-            for at in self.tile:
-                place = (self.band * layer.parts + part) * BAND + at[1] * lanes
+            add_groups(part * layer.four, (part + 1) * layer.four, sums)
+            for cell in self.cells:
+                place = (self.bands[cell[1]] * layer.parts + part) * BAND + cell[2] * lanes
                 place = layer.scales_4 + place * self.kind.scale.itemsize
                 scale = load_floats(w, place, self.kind.scale, lanes)
-                self.add(self.totals[at], sums[at].get(), scale)
+                self.add(self.totals[cell], sums[cell].get(), scale)
 
     def add_4(self, total: Variable, row: int, group: Value, value: Value) -> None:
-        step = self.w.load(self.inputs.step(self.row + row, group), F32)
+        step = self.w.load(self.inputs.step(group, row), F32)
         self.add(total, value, self.w.spread(step, self.kind.isa.lanes))
 
     def end(self) -> Any:
         """Outliers, and y."""
         w, layer, kind, lanes = self.w, self.layer, self.kind, self.kind.isa.lanes
-        for row, part in self.tile:
-            place = self.sums + (row * BAND + part * lanes) * 4
-            w.store(self.totals[row, part].get(), place)
-        inputs = layer.groups * (GROUP * kind.x.itemsize)
-        of_part = inputs // w.pick(w.less(layer.parts, 1), w.number(1), layer.parts)
-        with w.loop(w.number(0), layer.parts) as part, w.loop(w.number(0), layer.outliers) as i:
-            at = (self.band * layer.parts + part) * layer.outliers + i
-            place = w.load(layer.places + at * 2, I16).to(I64, signed=False)
-            value = load_floats(w, layer.values + at * kind.scale.itemsize, kind.scale, 1)
-            column = self.x + part * of_part + (place & (COLUMNS - 1)) * kind.x.itemsize
-            target = self.sums + place // COLUMNS * 4
-            for row in range(self.rows):
-                x = load_floats(w, column + inputs * (self.row + row), kind.x, 1)
-                total = w.load(target + row * (BAND * 4), value.type)
-                total = w.intrinsic("llvm.fma.v1f32", value.type, value, x, total)
-                w.store(total, target + row * (BAND * 4))
-        for row, part in self.tile:
-            total = w.load(self.sums + (row * BAND + part * lanes) * 4, self.floats)
-            place = ((self.row + row) * layer.bands + self.band) * BAND + part * lanes
+        of_row, of_part = layer.groups * (GROUP * kind.x.itemsize), layer.part * kind.x.itemsize
+        for row, i, part in self.cells:
+            place = self.sums + ((row * len(self.bands) + i) * BAND + part * lanes) * 4
+            w.store(self.totals[row, i, part].get(), place)
+        for i, band in enumerate(self.bands):
+            sums, apart = self.sums + i * (BAND * 4), len(self.bands) * (BAND * 4)
+            with w.loop(w.number(0), layer.parts) as part, w.loop(w.number(0), layer.outliers) as j:
+                at = (band * layer.parts + part) * layer.outliers + j
+                place = w.load(layer.places + at * 2, I16).to(I64, signed=False)
+                value = load_floats(w, layer.values + at * kind.scale.itemsize, kind.scale, 1)
+                column = self.x + part * of_part + (place & (COLUMNS - 1)) * kind.x.itemsize
+                for row in range(self.rows):
+                    x = load_floats(w, column + of_row * (self.row + row), kind.x, 1)
+                    target = sums + place // COLUMNS * 4 + row * apart
+                    total = w.load(target, value.type)
+                    w.store(w.intrinsic("llvm.fma.v1f32", value.type, value, x, total), target)
+        for row, i, part in self.cells:
+            place = self.sums + ((row * len(self.bands) + i) * BAND + part * lanes) * 4
+            total = w.load(place, self.floats)
+            place = ((self.row + row) * layer.bands + self.bands[i]) * BAND + part * lanes
             store_floats(w, total, self.y + place * kind.x.itemsize, kind.x)
         return w.end()
 
 
-def _write_narrow(module: ir.Module, kind: Kind, rows: int) -> Any:
-    """Rows of x in bytes times a band of codes."""
-    tile = Tile(module, kind, rows, "narrow")
+def _write_narrow(module: ir.Module, kind: Kind, rows: int, bands: int, groups: int) -> Any:
+    """Rows of x in bytes times bands of codes. A sum is a chain of dot products, each of which
+    waits for the one before it: `groups` at a time are side by side."""
+    tile = Tile(module, kind, rows, bands, "narrow")
     w, layer, isa = tile.w, tile.layer, kind.isa
-    ints = vector(I32, isa.lanes)
+    ints, lanes = vector(I32, isa.lanes), isa.lanes
 
-    def product(codes: list[Value], row: int, group: Value, total: Value) -> Value:
-        plane = tile.inputs.plane(tile.row + row, group)
-        upper = w.constant(ints, 0)
-        for code, x in zip(codes, spread_words(isa, w, plane, 4), strict=True):
-            upper = dot(isa, w, upper, code, x)
-        for code, x in zip(codes, spread_words(isa, w, plane + GROUP, 4), strict=True):
-            total = dot(isa, w, total, code, x)
-        return ((upper << 8) + total).to(F32)
+    def products(group: Value, codes: Codes, lower: Chains) -> dict[Chain, Value]:
+        upper = dict.fromkeys(lower, w.constant(ints, 0))
+        sides = {(g, row) for g, row, _, _ in lower}
+        x = {
+            side: spread_words(isa, w, tile.inputs.plane(group + side[0], side[1]), 8)
+            for side in sorted(sides)
+        }
+        for q in range(4):
+            for chain in lower:
+                g, row, *which = chain
+                code = codes[g, *which][q]
+                upper[chain] = dot(isa, w, upper[chain], code, x[g, row][q])
+                lower[chain] = dot(isa, w, lower[chain], code, x[g, row][q + 4])
+        return {chain: ((upper[chain] << 8) + lower[chain]).to(F32) for chain in lower}
 
-    with w.loop(w.number(0), layer.two) as group:
-        here = Group(w, kind, layer, tile.band, group)
-        w.prefetch(here.words + AHEAD)
-        for part in kind.vectors:
-            word = w.load(here.words + part * (4 * isa.lanes), ints)
-            codes = [each & 0x30303030 for each in (word << 4, word << 2, word, word >> 2)]
-            zeros, scales = here.zeros(part), here.scales(part)
+    def add_2(group: Value, count: int) -> None:
+        codes, scales, lower = Codes(), {}, Chains()
+        for g, i, part in product_of(range(count), range(bands), kind.vectors):
+            here = Group(w, kind, layer, tile.bands[i], group + g)
+            if part == 0:
+                w.prefetch(here.words + AHEAD)
+            word = w.load(here.words + part * (4 * lanes), ints)
+            shifted = (word << 4, word << 2, word, word >> 2)
+            codes[g, i, part] = [each & 0x30303030 for each in shifted]
+            zeros, scales[g, i, part] = here.zeros(part), here.scales(part)
             for row in range(rows):
-                start = _look_up(w, isa, tile.inputs.zero(tile.row + row, group), zeros)
-                tile.add_2(row, part, group, product(codes, row, group, start) * scales)
-    with tile.groups_4() as (group, among, sums):
-        words = layer.words_4 + (tile.band * layer.parts * layer.four + group) * (8 * BAND)
-        for i in (0, 64):
-            w.prefetch(words + (AHEAD + i))
-        for part in kind.vectors:
-            codes = []
-            for half in (0, 1):
-                word = w.load(words + (half * BAND + part * isa.lanes) * 4, ints)
-                codes += [word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F]
+                table = tile.inputs.zero(group + g, row)
+                lower[g, row, i, part] = _look_up(w, isa, table, zeros)
+        for (g, *cell), value in products(group, codes, lower).items():
+            row, i, part = cell
+            tile.add_2((row, i, part), group + g, value * scales[g, i, part])
+
+    def add_4(group: Value, count: int, sums: Cells) -> None:
+        codes, lower = Codes(), Chains()
+        for g, i, part in product_of(range(count), range(bands), kind.vectors):
+            words = tile.bands[i] * layer.parts * layer.four + group + g
+            words = layer.words_4 + words * (8 * BAND) + part * (4 * lanes)
+            halves = [w.load(words + half * (BAND * 4), ints) for half in (0, 1)]
+            for half in (0, 1) if part == 0 else ():
+                w.prefetch(words + (AHEAD + half * (BAND * 4)))
+            codes[g, i, part] = [each & 0x0F0F0F0F for half in halves for each in (half, half >> 4)]
             for row in range(rows):
-                start = w.load(tile.inputs.zero(tile.row + row, among), I32)
-                value = product(codes, row, among, w.spread(start, isa.lanes))
-                tile.add_4(sums[row, part], row, among, value)
+                start = w.load(tile.inputs.zero(layer.two + group + g, row), I32)
+                lower[g, row, i, part] = w.spread(start, lanes)
+        for (g, *cell), value in products(layer.two + group, codes, lower).items():
+            row, i, part = cell
+            tile.add_4(sums[row, i, part], row, layer.two + group + g, value)
+
+    def each_4(first: Value, last: Value, sums: Cells) -> None:
+        _stepwise(w, first, last, groups, lambda group, count: add_4(group, count, sums))
+
+    _stepwise(w, w.number(0), layer.two, groups, add_2)
+    tile.parts_4(each_4)
     return tile.end()
+
+
+def _stepwise(
+    w: Writer, first: Value, last: Value, most: int, add: Callable[[Value, int], None]
+) -> None:
+    """add(group, count) for all groups: `most` at a time, the rest one by one."""
+    begin = first
+    for count in dict.fromkeys((most, 1)):
+        end = begin + (last - begin) // count * count
+        with w.loop(begin, end, count) as group:
+            add(group, count)
+        begin = end
 
 
 def _write_panel(module: ir.Module, kind: Kind) -> Any:
@@ -382,28 +440,31 @@ def _write_panel(module: ir.Module, kind: Kind) -> Any:
 
 def _write_wide(module: ir.Module, kind: Kind, rows: int) -> Any:
     """Rows of x in 16-bit integers times a decoded band."""
-    tile = Tile(module, kind, rows, "wide")
+    tile = Tile(module, kind, rows, 1, "wide")
     w, isa = tile.w, kind.isa
     ints = vector(I32, isa.lanes)
 
-    def products(group: Value) -> dict[tuple[int, int], Value]:
-        totals = dict.fromkeys(tile.tile, w.constant(ints, 0))
-        planes = [tile.inputs.plane(tile.row + row, group) for row in range(rows)]
+    def products(group: Value) -> dict[tuple[int, int, int], Value]:
+        totals = dict.fromkeys(tile.cells, w.constant(ints, 0))
         for i in range(GROUP // 2):
             for part in kind.vectors:
                 place = tile.panel + group * PAIRS + (i * BAND + part * isa.lanes) * 4
                 pairs = w.load(place, ints)
                 for row in range(rows):
-                    x = w.spread(w.load(planes[row] + 4 * i, I32), isa.lanes)
-                    totals[row, part] = dot_pairs(isa, w, totals[row, part], pairs, x)
-        return {at: total.to(F32) for at, total in totals.items()}
+                    x = w.load(tile.inputs.plane(group, row) + 4 * i, I32)
+                    total = totals[row, 0, part]
+                    totals[row, 0, part] = dot_pairs(isa, w, total, pairs, w.spread(x, isa.lanes))
+        return {cell: total.to(F32) for cell, total in totals.items()}
+
+    def add_4(first: Value, last: Value, sums: Cells) -> None:
+        with w.loop(tile.layer.two + first, tile.layer.two + last) as group:
+            for cell, value in products(group).items():
+                tile.add_4(sums[cell], cell[0], group, value)
 
     with w.loop(w.number(0), tile.layer.two) as group:
-        for (row, part), value in products(group).items():
-            tile.add_2(row, part, group, value)
-    with tile.groups_4() as (_, group, sums):
-        for at, value in products(group).items():
-            tile.add_4(sums[at], at[0], group, value)
+        for cell, value in products(group).items():
+            tile.add_2(cell, group, value)
+    tile.parts_4(add_4)
     return tile.end()
 
 
@@ -414,49 +475,80 @@ def product(kind: Kind) -> Compiled:
     """start(layer, x, y, room, rows, threads): y (rows, outputs) = x (rows, inputs) by the layer.
     `room` is scratch memory of cpu_words.py's `room_bytes`."""
     module = ir.Module()
-    wide_rows = {16: (8, 4, 2, 1), 8: (2, 1)}.get(kind.isa.lanes, ())
-    narrow_rows = {16: (4, 2, 1)}.get(kind.isa.lanes, (2, 1))
-    narrow = {rows: _write_narrow(module, kind, rows) for rows in narrow_rows}
-    splits = [_write_split(module, kind, False)]
-    if kind.wide:
-        wide = {rows: _write_wide(module, kind, rows) for rows in wide_rows}
-        splits.append(_write_split(module, kind, True))
-        panel = _write_panel(module, kind)
+    narrow = {
+        (rows, bands): _write_narrow(module, kind, rows, bands, groups if bands > 1 else 1)
+        for rows, most, groups in NARROW[kind.isa.lanes]
+        for bands in {1, most}
+    }
+    split = _write_split(module, kind, False)
     w = Writer(module, "work", 1)
     address, x, y, room, rows = (w.load(w.arguments[0] + 8 * i, I64) for i in range(5))
     layer, team = Layer(w, address), Team(w)
     first, last = team.share(layer.bands)
     own_bytes = (layer.groups + STEPS) * (ROWS * 4) + layer.groups * PAIRS + ROWS * BAND * 4
     own = room + own_bytes * team.index
-    everyones = room + own_bytes * team.count
+    shared = room + own_bytes * team.count
 
-    def multiply(tiles: dict[int, Any], inputs: Value, band: Value) -> None:
+    def tiles(counts: Sequence[int], call: Callable[[int, Value], None]) -> None:
+        """call(count, row) for tiles of rows that cover all."""
         begin = w.number(0)
-        for count in tiles:
+        for count in counts:
             end = begin + (rows - begin) // count * count
             with w.loop(begin, end, count) as row:
-                w.call(tiles[count], address, band, inputs, rows, row, own, x, y)
+                call(count, row)
             begin = end
 
+    def multiply_narrow(inputs: Value, band: Value, bands: int) -> None:
+        def call(count: int, row: Value) -> None:
+            some = bands if (count, bands) in narrow else 1
+            for i in range(0, bands, some):
+                where = (address, band + i, inputs, rows, row, own, x, y)
+                w.call(narrow[count, some], *where)
+
+        tiles(narrow_rows, call)
+
+    narrow_rows = [rows for rows, _, _ in NARROW[kind.isa.lanes]]
     with w.when(w.less(rows, WIDE if kind.wide else 2**62)):
         alone = w.less(rows, ALONE)
-        begin, end = team.share(rows)
-        begin, end = w.pick(alone, w.number(0), begin), w.pick(alone, rows, end)
+        begin, end = team.share(layer.groups)
+        begin, end = w.pick(alone, w.number(0), begin), w.pick(alone, layer.groups, end)
         row_bytes = (layer.groups + STEPS) * 4 + layer.groups * (16 + 2 * GROUP)
-        copy = w.pick(alone, team.index * rows * row_bytes, w.number(0))
-        inputs = everyones + copy
-        w.call(splits[0], address, x, inputs, rows, begin, end)
+        inputs = shared + w.pick(alone, team.index * rows * row_bytes, w.number(0))
+        tiles(
+            narrow_rows,
+            lambda count, row: w.call(
+                split, address, x, inputs, rows, row, w.number(count), begin, end
+            ),
+        )
         with w.when(w.less(w.number(ALONE - 1), rows)):
             team.meet()
-        with w.loop(first, last) as band:
-            multiply(narrow, inputs, band)
+        pairs = first + (last - first) // 2 * 2
+        with w.loop(first, pairs, 2) as band:
+            multiply_narrow(inputs, band, 2)
+        with w.loop(pairs, last) as band:
+            multiply_narrow(inputs, band, 1)
     if kind.wide:
+        wide_rows = WIDE_ROWS[kind.isa.lanes]
+        wide = {rows: _write_wide(module, kind, rows) for rows in wide_rows}
+        split_wide = _write_split(module, kind, True)
+        panel = _write_panel(module, kind)
         with w.when(w.less(w.number(WIDE - 1), rows)):
-            w.call(splits[1], address, x, everyones, rows, *team.share(rows))
+            begin, end = team.share(layer.groups)
+            tiles(
+                wide_rows,
+                lambda count, row: w.call(
+                    split_wide, address, x, shared, rows, row, w.number(count), begin, end
+                ),
+            )
             team.meet()
             with w.loop(first, last) as band:
                 decoded = own + (layer.groups + STEPS) * (ROWS * 4) + ROWS * BAND * 4
                 w.call(panel, address, band, decoded)
-                multiply(wide, everyones, band)
+                tiles(
+                    wide_rows,
+                    lambda count, row: w.call(
+                        wide[count], address, band, shared, rows, row, own, x, y
+                    ),
+                )
     write_start(module, w.end(), 5)
     return compiled(module, kind.isa)
