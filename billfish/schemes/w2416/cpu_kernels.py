@@ -57,10 +57,11 @@ WIDE = 8  # rows of x from which on decoding a band first is faster
 AHEAD = 1024  # bytes: prefetch distance of the words
 # Rows of x in a narrow tile, bands and groups of a tile: eight chains of dot products side by side.
 NARROW = {
-    16: ((4, 1, 1), (2, 2, 1), (1, 2, 2)),
+    16: ((4, 1, 1), (2, 2, 1), (1, 4, 1)),
     8: ((2, 1, 1), (1, 1, 1)),
     4: ((2, 1, 1), (1, 1, 1)),
 }
+BANDS = 4  # of all narrow tiles of a row
 WIDE_ROWS = {16: (8, 4, 2, 1), 8: (2, 1)}
 PAIRS = GROUP // 2 * BAND * 4  # bytes of a decoded group: inputs i and i + 8 in a lane
 LAYER = (
@@ -500,14 +501,15 @@ def product(kind: Kind) -> Compiled:
 
     def multiply_narrow(inputs: Value, band: Value, bands: int) -> None:
         def call(count: int, row: Value) -> None:
-            some = bands if (count, bands) in narrow else 1
+            some = min(bands, most[count])
             for i in range(0, bands, some):
                 where = (address, band + i, inputs, rows, row, own, x, y)
                 w.call(narrow[count, some], *where)
 
         tiles(narrow_rows, call)
 
-    narrow_rows = [rows for rows, _, _ in NARROW[kind.isa.lanes]]
+    most = {rows: bands for rows, bands, _ in NARROW[kind.isa.lanes]}
+    narrow_rows = list(most)
     with w.when(w.less(rows, WIDE if kind.wide else 2**62)):
         alone = w.less(rows, ALONE)
         begin, end = team.share(layer.groups)
@@ -522,10 +524,10 @@ def product(kind: Kind) -> Compiled:
         )
         with w.when(w.less(w.number(ALONE - 1), rows)):
             team.meet()
-        pairs = first + (last - first) // 2 * 2
-        with w.loop(first, pairs, 2) as band:
-            multiply_narrow(inputs, band, 2)
-        with w.loop(pairs, last) as band:
+        whole = first + (last - first) // BANDS * BANDS
+        with w.loop(first, whole, BANDS) as band:
+            multiply_narrow(inputs, band, BANDS)
+        with w.loop(whole, last) as band:
             multiply_narrow(inputs, band, 1)
     if kind.wide:
         wide_rows = WIDE_ROWS[kind.isa.lanes]
