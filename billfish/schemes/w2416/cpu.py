@@ -35,6 +35,7 @@ from billfish.schemes.w2416.scheme import W2416
 from billfish.schemes.w2416.shares import BAND, GROUP
 
 SLICE = 2**18  # elements of x that are split into whole steps at once: 1 MB, they stay in L2
+LEAST = 64  # rows at once, however long they are: a band is decoded for all of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes of an op in the order of the kernel's and the operator's arguments; the first dimension
 # of all but `order` are bands.
@@ -48,10 +49,10 @@ _room = cpu.Room()
 
 @cache
 def _kernel(isa: cpu.Isa, x: torch.dtype, scale: torch.dtype) -> Callable[..., None]:
-    from billfish.schemes.w2416 import cpu_kernels  # imports LLVM
+    from billfish.schemes.w2416 import cpu_kernels, cpu_layer  # import LLVM
 
     with _compiling:
-        return cpu_kernels.product(cpu_kernels.Kind(isa, x, scale)).function("start", 6)
+        return cpu_kernels.product(cpu_layer.Kind(isa, x, scale)).function("start", 6)
 
 
 class Product:
@@ -63,7 +64,7 @@ class Product:
         _, parts, four, _, _ = words_4.shape
         self.groups = two + parts * four
         self.inputs, self.outputs = self.groups * GROUP, bands * BAND
-        self.most = max(64, SLICE // max(1, self.inputs))  # rows
+        self.most = max(LEAST, SLICE // max(1, self.inputs))  # rows
         sizes = (bands, two, parts, four, places.shape[2], self.inputs // max(1, parts))
         numbers = (*(each.data_ptr() for each in weights), *sizes)
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)
@@ -120,8 +121,9 @@ class CpuOp(Op):
     @classmethod
     def tolerance(cls, scheme: W2416, tensors: Tensors, x: Tensor) -> float:
         """x is rounded to 16 bits, with an error of up to 1 / TOP of the largest x of its group."""
-        weight = scheme.dequantize(tensors).double().abs().unflatten(1, (-1, GROUP)).sum(2)
-        largest = x.double().abs().unflatten(1, (-1, GROUP)).amax(2)
+        weight = scheme.dequantize(tensors).double().abs()
+        weight = weight.view(len(weight), -1, GROUP).sum(2)
+        largest = x.double().abs().reshape(len(x), -1, GROUP).amax(2)
         return float((largest @ weight.T).max() / TOP)
 
     order: Tensor  # of the groups of x

@@ -46,7 +46,8 @@ def room_bytes(rows: int, groups: int, threads: int) -> int:
 
 
 def by_band(of_rows: Tensor) -> Tensor:  # (n, g, ...) -> (bands, g, ..., 16)
-    return of_rows.unflatten(0, (-1, BAND)).movedim(1, -1).contiguous()
+    n, *rest = of_rows.shape
+    return of_rows.reshape(n // BAND, BAND, *rest).movedim(1, -1).contiguous()
 
 
 def by_row(of_bands: Tensor) -> Tensor:  # the inverse
@@ -57,11 +58,10 @@ def reordered(words: Tensor, order: tuple[int, ...]) -> Tensor:
     """Nibble j of every 64 bits is nibble order[j] of the given ones. `words` are contiguous."""
     if not words.numel():
         return words.clone()
-    pairs = words.view(torch.uint8)
-    pairs = pairs.unflatten(-1, (pairs.shape[-1] // 8, 8))
-    nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)[..., list(order)]
-    nibbles = nibbles.unflatten(-1, (8, 2))
-    return (nibbles[..., 0] | nibbles[..., 1] << 4).flatten(-2).contiguous().view(words.dtype)
+    pairs = words.view(torch.uint8).view(-1, 8)
+    nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, list(order)].view(-1, 8, 2)
+    made = nibbles[..., 0] | nibbles[..., 1] << 4
+    return made.view(*words.shape[:-1], -1).view(words.dtype)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
