@@ -107,11 +107,14 @@ class Variable:
 
 
 class Writer:
-    """One function, whose arguments are 64-bit integers: addresses and counts."""
+    """One function, whose arguments are 64-bit integers: addresses and counts. With `inline` off
+    it is compiled once, however many functions call it."""
 
-    def __init__(self, module: ir.Module, name: str, arguments: int) -> None:
+    def __init__(self, module: ir.Module, name: str, arguments: int, inline: bool = True) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
         self.module, self.function = module, ir.Function(module, kind, name)
+        if not inline:
+            self.function.attributes.add("noinline")
         entry, body = (self.function.append_basic_block(block) for block in ("entry", "body"))
         ir.IRBuilder(entry).branch(body)  # before all loops: variables are allocated there
         self.builder = ir.IRBuilder(body)

@@ -15,6 +15,7 @@ from billfish.kernels import cpu as processor
 from billfish.kernels import llvm
 from billfish.schemes.w2416 import cpu, cpu_kernels
 from billfish.schemes.w2416.cpu import CpuOp
+from billfish.schemes.w2416.cpu_layer import Kind
 from billfish.schemes.w2416.cpu_words import SIXTEENTHS, TOP, ZEROS
 from billfish.schemes.w2416.scheme import W2416, ZERO, ZERO_STEP
 from billfish.schemes.w2416.shares import BAND, GROUP
@@ -67,13 +68,19 @@ CASES = [
     Case(W2416(2.91), 80, 1040),  # parts cannot be halved
     Case(W2416(2.91), 32, 2048),  # four parts
     Case(W2416(2.5, 0.0), 176, 576),  # no group of 4 bits
-    Case(W2416(3.0, 0.0), 144, 1024),
+    Case(W2416(2.6, 0.0), 144, 576),  # no outliers
     Case(W2416(3.9, 0.05), 112, 512),  # many outliers
     Case(W2416(3.3, 0.005), 64, 256, FP16),
     Case(W2416(3.3, 0.005), 64, 1024, FP32),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+# Every kernel takes seconds to compile: activations of all types with scales of one.
+every_pair = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, d) for case in CASES for d in (BF16, FP16, FP32) if case.dtype == BF16 or d == FP32],
+    ids=str,
+)
 every_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 
 
@@ -83,8 +90,9 @@ def inputs(m: int, k: int, dtype: torch.dtype = FP32) -> Tensor:
 
 def test_the_cases_are_what_they_say() -> None:
     shares = [case.scheme.shares(case.k) for case in CASES]
-    assert [share.parts for share in shares[:4]] == [1, 1, 2, 4]
-    assert shares[4].four == 0 and min(share.outliers for share in shares) == 0
+    assert [share.parts for share in shares[:4]] == [1, 1, 1, 4]
+    assert any(share.part > 1000 for share in shares)
+    assert shares[4].four == 0 and shares[5].outliers == 0 and shares[5].four > 0
     assert shares[6].outliers >= 0.05 * BAND * 512
     assert any(share.two % 2 and share.two % 8 for share in shares)
     places = CASES[6].tensors()["outlier_place"]
@@ -109,8 +117,7 @@ def test_canonical_gives_back_the_tensors(case: Case) -> None:
     assert op.nbytes() == sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
 
-@every_dtype
-@every_case
+@every_pair
 def test_decodes_exactly(case: Case, dtype: torch.dtype) -> None:
     """One-hot rows of x."""
     op, want, eye = case.op, case.weight().to(dtype), torch.eye(case.k, dtype=dtype)
@@ -120,8 +127,7 @@ def test_decodes_exactly(case: Case, dtype: torch.dtype) -> None:
         assert y.dtype == dtype and torch.equal(y.T, want[:, -some:]), rows
 
 
-@every_dtype
-@every_case
+@every_pair
 def test_within_its_bound(case: Case, dtype: torch.dtype) -> None:
     """Of x, 1 / TOP of the largest of a group is lost; of the result, what its type rounds off and
     fp32 sums lose."""
@@ -134,14 +140,16 @@ def test_within_its_bound(case: Case, dtype: torch.dtype) -> None:
         largest = x.double().abs().unflatten(1, (-1, GROUP)).amax(2)
         bound = largest.repeat_interleave(GROUP, 1) @ weight.abs().T / TOP
         assert float(bound.max()) <= CpuOp.tolerance(case.scheme, case.tensors(), x) * (1 + 1e-9)
-        bound += exact.abs() * torch.finfo(dtype).eps / 2 + x.double().abs() @ weight.abs().T / 2**20
+        bound += (
+            exact.abs() * torch.finfo(dtype).eps / 2 + x.double().abs() @ weight.abs().T / 2**20
+        )
         assert ((y.double() - exact).abs() <= bound).all()
         rms = float((y.double() - exact).norm() / exact.norm())
         assert rms <= {BF16: 2.5e-3, FP16: 4e-4, FP32: 1e-4}[dtype]
 
 
 @every_isa
-@pytest.mark.parametrize("case", [CASES[2], CASES[6], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[6]], ids=str)
 def test_every_instruction_set_gives_the_same_bits(
     case: Case, isa: processor.Isa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +225,8 @@ def test_shapes_of_x() -> None:
 def test_the_operator_is_traced() -> None:
     """torch.compile and dispatch modes see an operator with an honest shape."""
     op, x = CASES[0].op, inputs(3, 256)
-    torch.library.opcheck(torch.ops.billfish.w2416_cpu, (x, op._weights))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.billfish.w2416_cpu, (x, op._weights), test_utils=checks)
     assert torch.equal(torch.compile(op, backend="eager", fullgraph=True)(x), op(x))
     assert torch.equal(op(x.clone().requires_grad_()).detach(), op(x))
     twin = copy.deepcopy(op)
@@ -268,16 +277,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuOp.refuses(W2416(), 64, 128, torch.device("cpu")) is None
     assert "model.to('cpu')" in (CpuOp.refuses(W2416(), 64, 128, torch.device("cuda", 0)) or "")
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
-    assert "pip install llvmlite" in (
-        CpuOp.refuses(W2416(), 64, 128, torch.device("cpu")) or ""
-    )
+    assert "pip install llvmlite" in (CpuOp.refuses(W2416(), 64, 128, torch.device("cpu")) or "")
 
 
 TARGETS = {  # isa -> (triple, processor, instructions)
-    "avx512vnni": ("x86_64-unknown-linux-gnu", "cascadelake", ("vpdpbusd", "vpdpwssd", "zmm")),
-    "avx2": ("x86_64-unknown-linux-gnu", "haswell", ("vpmaddubsw", "vpmaddwd", "ymm")),
+    "avxvnni": ("x86_64-unknown-linux-gnu", "alderlake", ("vpdpbusd", "vpmaddwd", "ymm")),
     "dotprod": ("aarch64-unknown-linux-gnu", "neoverse-n1", ("sdot",)),
-    "plain": ("aarch64-unknown-linux-gnu", "cortex-a72", ("mla",)),
 }
 
 
@@ -290,6 +295,6 @@ def test_other_processors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cpu_kernels, "compiled", lambda module, isa: llvm.Compiled(module, triple, target, "")
     )
-    kind = cpu_kernels.Kind(processor.ISAS[name], BF16, BF16)
+    kind = Kind(processor.ISAS[name], BF16, BF16)
     assembly = cpu_kernels.product(kind).assembly
     assert all(each in assembly for each in instructions)

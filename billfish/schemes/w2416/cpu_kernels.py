@@ -47,7 +47,7 @@ WIDE_ROWS = {16: (8, 4, 2, 1), 8: (2, 1)}
 def _write_split(module: ir.Module, kind: Kind, wide: bool) -> Any:
     """Groups [first, last) of a tile of x in whole steps: split(layer, x, inputs, every, row, rows,
     first, last)."""
-    w = Writer(module, f"split_{'wide' if wide else 'narrow'}", 8)
+    w = Writer(module, f"split_{'wide' if wide else 'narrow'}", 8, inline=False)
     address, x, place, every, above, rows, first, last = w.arguments
     layer = Layer(w, address)
     inputs, ints = Inputs(layer, place, every, above, rows), vector(I32, GROUP)
@@ -78,7 +78,7 @@ def _write_split(module: ir.Module, kind: Kind, wide: bool) -> Any:
 def _write_finish(module: ir.Module, kind: Kind) -> Any:
     """Adds outliers to the sums of a tile and stores y: finish(layer, band, bands, row, rows, sums,
     x, y)."""
-    w = Writer(module, "finish", 8)
+    w = Writer(module, "finish", 8, inline=False)
     address, first, bands, above, rows, sums, x, y = w.arguments
     layer, zero, size = Layer(w, address), w.number(0), kind.x.itemsize
     of_row = layer.groups * (GROUP * size)

@@ -41,7 +41,7 @@ class Tile:
     `own`. Every cell (row, band, vector of the band) has a total in registers."""
 
     def __init__(self, module: ir.Module, kind: Kind, rows: int, bands: int, name: str) -> None:
-        self.w = w = Writer(module, f"{name}{rows}x{bands}", 6)
+        self.w = w = Writer(module, f"{name}{rows}x{bands}", 6, inline=False)
         address, band, place, every, row, own = w.arguments
         self.kind, self.rows, self.bands = kind, rows, [band + i for i in range(bands)]
         self.layer = Layer(w, address)
@@ -175,7 +175,7 @@ def write_narrow(module: ir.Module, kind: Kind, rows: int, bands: int) -> Any:
 def write_panel(module: ir.Module, kind: Kind) -> Any:
     """A band in whole numbers of 16 bits, inputs i and i + 8 of a group in a lane: panel(layer,
     band, out)."""
-    w = Writer(module, "panel", 3)
+    w = Writer(module, "panel", 3, inline=False)
     address, band, out = w.arguments
     layer, lanes = Layer(w, address), kind.isa.lanes
     ints, shorts = vector(I32, lanes), vector(I16, 2 * lanes)
