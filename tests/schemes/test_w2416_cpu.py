@@ -93,7 +93,7 @@ def test_the_cases_are_what_they_say() -> None:
     assert [share.parts for share in shares[:4]] == [1, 1, 1, 4]
     assert any(share.part > 1000 for share in shares)
     assert shares[4].four == 0 and shares[5].outliers == 0 and shares[5].four > 0
-    assert shares[6].outliers >= 0.05 * BAND * 512
+    assert shares[6].outliers >= 0.04 * BAND * 512
     assert any(share.two % 2 and share.two % 8 for share in shares)
     places = CASES[6].tensors()["outlier_place"]
     assert torch.equal(places[..., 0], places[..., 3])
