@@ -74,9 +74,7 @@ class Product:
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         """Compute y (rows, outputs) from x (rows, inputs): contiguous and of one dtype."""
-        kernel = self.kernels.get(x.dtype)
-        if kernel is None:
-            kernel = self.kernels[x.dtype] = _kernel(self.isa, x.dtype, self.scale)
+        kernel = self.kernels.get(x.dtype) or self._compiled(x.dtype)
         rows, threads = y.numel() // self.outputs, cpu.threads()
         source, target = x.data_ptr(), y.data_ptr()
         while rows > 0:
@@ -86,6 +84,10 @@ class Product:
             source += some * self.inputs * x.itemsize
             target += some * self.outputs * x.itemsize
             rows -= some
+
+    def _compiled(self, dtype: torch.dtype) -> Callable[..., None]:
+        self.kernels[dtype] = _kernel(self.isa, dtype, self.scale)
+        return self.kernels[dtype]
 
 
 def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:

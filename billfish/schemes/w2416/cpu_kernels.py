@@ -75,11 +75,11 @@ def _write_split(module: ir.Module, kind: Kind, wide: bool) -> Any:
     return w.end()
 
 
-def _write_finish(module: ir.Module, kind: Kind) -> Any:
-    """Adds outliers to the sums of a tile and stores y: finish(layer, band, bands, row, rows, sums,
-    x, y)."""
-    w = Writer(module, "finish", 8, inline=False)
-    address, first, bands, above, rows, sums, x, y = w.arguments
+def _write_finish(module: ir.Module, kind: Kind, rows: int) -> Any:
+    """Adds outliers to the sums of a tile of rows and stores y: finish(layer, band, bands, row,
+    sums, x, y)."""
+    w = Writer(module, f"finish{rows}", 7, inline=False)
+    address, first, bands, above, sums, x, y = w.arguments
     layer, zero, size = Layer(w, address), w.number(0), kind.x.itemsize
     of_row = layer.groups * (GROUP * size)
     x = x + above * of_row
@@ -89,15 +89,16 @@ def _write_finish(module: ir.Module, kind: Kind) -> Any:
             place = w.load(layer.places + outlier * 2, I16).to(I64, signed=False)
             value = load_floats(w, layer.values + outlier * kind.scale.itemsize, kind.scale, 1)
             column = x + (part * layer.part + (place & (COLUMNS - 1))) * size
-            with w.loop(zero, rows) as row:
-                target = sums + ((row * bands + i) * BAND + place // COLUMNS) * 4
+            for row in range(rows):
+                target = sums + ((bands * row + i) * BAND + place // COLUMNS) * 4
                 factor = load_floats(w, column + of_row * row, kind.x, 1)
                 total = w.load(target, value.type)
                 w.store(w.intrinsic("llvm.fma.v1f32", total.type, value, factor, total), target)
-    with w.loop(zero, rows) as row, w.loop(zero, bands) as i:
-        total = w.load(sums + (row * bands + i) * (BAND * 4), vector(F32, BAND))
-        place = ((above + row) * layer.bands + first + i) * BAND
-        store_floats(w, total, y + place * size, kind.x)
+    with w.loop(zero, bands) as i:
+        for row in range(rows):
+            total = w.load(sums + (bands * row + i) * (BAND * 4), vector(F32, BAND))
+            place = ((above + row) * layer.bands + first + i) * BAND
+            store_floats(w, total, y + place * size, kind.x)
     return w.end()
 
 
@@ -107,17 +108,18 @@ class Work:
 
     def __init__(self, module: ir.Module, kind: Kind) -> None:
         self.module, self.kind = module, kind
-        self.finish = _write_finish(module, kind)
         self.narrow = {
             (rows, bands): write_narrow(module, kind, rows, bands)
             for rows, most in NARROW[kind.isa.lanes]
             for bands in sorted({1, most})
         }
-        self.wide = {}
+        self.wide = dict[int, Any]()
         if kind.wide:
             rows_of_tiles = WIDE_ROWS[kind.isa.lanes]
             self.wide = {rows: write_wide(module, kind, rows) for rows in rows_of_tiles}
             self.panel = write_panel(module, kind)
+        counts = {rows for rows, _ in self.narrow} | set(self.wide)
+        self.finish = {rows: _write_finish(module, kind, rows) for rows in sorted(counts)}
         splits = [_write_split(module, kind, wide) for wide in (False, True)[: 1 + kind.wide]]
         self.w = w = Writer(module, "work", 1)
         self.address, self.x, self.y, room, self.rows = (
@@ -145,8 +147,8 @@ class Work:
     def _tile(self, tile: Any, inputs: Value, band: Value, bands: int, row: Value, n: int) -> None:
         w = self.w
         w.call(tile, self.address, band, inputs, self.rows, row, self.own)
-        bounds = (band, w.number(bands), row, w.number(n))
-        w.call(self.finish, self.address, *bounds, self.own, self.x, self.y)
+        where = (band, w.number(bands), row, self.own, self.x, self.y)
+        w.call(self.finish[n], self.address, *where)
 
     def _few(self, split: Any) -> None:
         w, layer, rows = self.w, self.layer, self.rows
