@@ -214,12 +214,12 @@ def write_wide(module: ir.Module, kind: Kind, rows: int) -> Any:
 
     def products(group: Value) -> dict[Cell, Value]:
         totals = dict.fromkeys(tile.cells, w.constant(ints, 0))
+        panel, plane = tile.own.panel + group * PAIRS, tile.inputs.plane(group, 0)
         for i in range(GROUP // 2):
             for part in kind.vectors:
-                place = tile.own.panel + group * PAIRS + (i * BAND + part * isa.lanes) * 4
-                pairs = w.load(place, ints)
+                pairs = w.load(panel + (i * BAND + part * isa.lanes) * 4, ints)
                 for row in range(rows):
-                    x = w.load(tile.inputs.plane(group, row) + 4 * i, I32)
+                    x = w.load(plane + (row * (2 * GROUP) + 4 * i), I32)
                     total = totals[row, 0, part]
                     totals[row, 0, part] = dot_pairs(isa, w, total, pairs, w.spread(x, isa.lanes))
         return {cell: total.to(F32) for cell, total in totals.items()}
