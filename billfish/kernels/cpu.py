@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import re
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,3 +102,16 @@ def openmp() -> dict[str, int] | None:
 
 def threads() -> int:
     return torch.get_num_threads() if openmp() else 1
+
+
+class Room(threading.local):
+    """Scratch memory that a thread keeps between calls."""
+
+    address, size = 0, 0
+
+    def of(self, nbytes: int) -> int:
+        if self.size < nbytes:
+            self.kept = torch.empty(nbytes + 64, dtype=torch.uint8)
+            self.address = self.kept.data_ptr() + -self.kept.data_ptr() % 64
+            self.size = nbytes
+        return self.address

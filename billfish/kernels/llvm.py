@@ -11,7 +11,7 @@ in a register.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -69,7 +69,7 @@ class Value:
     def __lshift__(self, bits: int) -> "Value":
         return self._with("shl", bits)
 
-    def __rshift__(self, bits: int) -> "Value":  # zeros come in
+    def __rshift__(self, bits: "Value | int") -> "Value":  # zeros come in
         return self._with("lshr", bits)
 
     def halved(self, times: int) -> "Value":  # >> of a signed integer
@@ -107,11 +107,14 @@ class Variable:
 
 
 class Writer:
-    """One function, whose arguments are 64-bit integers: addresses and counts."""
+    """One function, whose arguments are 64-bit integers: addresses and counts. With `inline` off
+    it is compiled once, however many functions call it."""
 
-    def __init__(self, module: ir.Module, name: str, arguments: int) -> None:
+    def __init__(self, module: ir.Module, name: str, arguments: int, inline: bool = True) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * arguments)
         self.module, self.function = module, ir.Function(module, kind, name)
+        if not inline:
+            self.function.attributes.add("noinline")
         entry, body = (self.function.append_basic_block(block) for block in ("entry", "body"))
         ir.IRBuilder(entry).branch(body)  # before all loops: variables are allocated there
         self.builder = ir.IRBuilder(body)
@@ -128,31 +131,37 @@ class Writer:
     def number(self, value: int) -> Value:
         return self.constant(I64, value)
 
+    def lanes(self, element: Any, values: Sequence[float]) -> Value:
+        """A vector of these numbers."""
+        return Value(self, ir.Constant(vector(element, len(values)), list(values)))
+
+    def array(self, name: str, element: Any, values: Sequence[float]) -> Value:
+        """The address of these numbers, which lie beside the code."""
+        place = self.module.globals.get(name)
+        if place is None:
+            kind = ir.ArrayType(element, len(values))
+            place = ir.GlobalVariable(self.module, kind, name)
+            place.initializer, place.global_constant = ir.Constant(kind, list(values)), True
+        return Value(self, self.builder.ptrtoint(place, I64))
+
+    def shuffle(self, value: Value, order: Sequence[int]) -> Value:
+        """Lane i of the result is lane order[i]."""
+        mask = ir.Constant(vector(I32, len(order)), list(order))
+        return Value(self, self.builder.shuffle_vector(value.raw, value.raw, mask))
+
     def spread(self, value: Value, lanes: int, lane: int = 0) -> Value:
         """A scalar, or one lane of a vector, broadcast to all lanes."""
         raw = value.raw
         if not value.lanes:
             empty = ir.Constant(vector(value.type, lanes), ir.Undefined)
             raw = self.builder.insert_element(empty, raw, ir.Constant(I32, 0))
-        mask = ir.Constant(vector(I32, lanes), [lane] * lanes)
-        return Value(self, self.builder.shuffle_vector(raw, raw, mask))
+        return self.shuffle(Value(self, raw), [lane] * lanes)
 
     def summed(self, value: Value) -> Value:
         """The sum of all lanes, by halving."""
         while value.lanes > 1:
             half = value.lanes // 2
-            parts = [
-                Value(
-                    self,
-                    self.builder.shuffle_vector(
-                        value.raw,
-                        value.raw,
-                        ir.Constant(vector(I32, half), list(range(at, at + half))),
-                    ),
-                )
-                for at in (0, half)
-            ]
-            value = parts[0] + parts[1]
+            value = self.shuffle(value, range(half)) + self.shuffle(value, range(half, value.lanes))
         return Value(self, self.builder.extract_element(value.raw, ir.Constant(I32, 0)))
 
     def variable(self, first: Value) -> Variable:
@@ -233,7 +242,7 @@ def _dot_vnni(w: Writer, total: Value, codes: Value, x: Value) -> Value:
 
 
 def _dot_pairs(w: Writer, total: Value, codes: Value, x: Value) -> Value:
-    """Two products are added in 16 bits, where 2 * 15 * 128 fits."""
+    """Two products are added in 16 bits, where 2 * 127 * 128 fits."""
     first, second = {
         8: ("avx2.pmadd.ub.sw", "avx2.pmadd.wd"),
         16: ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512"),
@@ -260,8 +269,16 @@ _DOTS = {"vnni": _dot_vnni, "pairs": _dot_pairs, "neon": _dot_neon, "plain": _do
 
 
 def dot(isa: Isa, w: Writer, total: Value, codes: Value, x: Value) -> Value:
-    """Codes have 4 bits."""
+    """Codes are below 128."""
     return _DOTS[isa.dot](w, total, codes, x)
+
+
+def dot_pairs(isa: Isa, w: Writer, total: Value, a: Value, b: Value) -> Value:
+    """Each int32 lane += two products of 16-bit integers; for x86."""
+    name = {8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[isa.lanes]
+    pairs = vector(I16, 2 * total.lanes)
+    both = a.as_bits(pairs), b.as_bits(pairs)
+    return total + w.intrinsic(f"llvm.x86.{name}", total.type, *both)
 
 
 def spread_words(isa: Isa, w: Writer, address: Value, count: int) -> list[Value]:
@@ -356,6 +373,8 @@ def compiled(module: ir.Module, isa: Isa) -> Compiled:
     off = [name for name in features() if name.startswith(("avx512", "avx10", "amx"))]
     off = off if isa.lanes < 16 else []
     flags = [f"+{name}" for name in sorted(features() - set(off))] + [f"-{name}" for name in off]
+    if "avx2" in features():
+        flags.append("+fast-dpwssd")  # one instruction of `dot_pairs` where there is one
     return Compiled(module, llvm.get_process_triple(), llvm.get_host_cpu_name(), ",".join(flags))
 
 

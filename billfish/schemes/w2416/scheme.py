@@ -41,7 +41,7 @@ class W2416:
     methods: ClassVar[tuple[str, ...]] = ("gptq", "rtn", "finetune")
 
     budget: float = 2.91  # true bits a weight: everything that is stored counts
-    outliers: float = 0.001  # share of the weights, at least
+    outliers: float = 0.001  # share of the weights, at least, as far as the budget goes
 
     def __post_init__(self) -> None:
         for value in (self.budget, self.outliers):

@@ -40,20 +40,7 @@ def _kernel(isa: cpu.Isa, x: torch.dtype, scale: torch.dtype, zeros: bool) -> Ca
         return cpu_kernels.product(kind).function("start", 6)
 
 
-class _Room(threading.local):
-    """Scratch memory that a thread keeps between calls."""
-
-    address, size = 0, 0
-
-    def of(self, nbytes: int) -> int:
-        if self.size < nbytes:
-            self.kept = torch.empty(nbytes + 64, dtype=torch.uint8)
-            self.address = self.kept.data_ptr() + -self.kept.data_ptr() % 64
-            self.size = nbytes
-        return self.address
-
-
-_room = _Room()
+_room = cpu.Room()
 
 
 class Product:

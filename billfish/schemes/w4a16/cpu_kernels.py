@@ -18,8 +18,15 @@ import torch
 from llvmlite import ir
 
 from billfish.kernels.cpu import Isa
+from billfish.kernels.fixed_point import (
+    BYTES,
+    in_bytes,
+    in_steps,
+    nearest_bf16,
+    step_of,
+    store_floats,
+)
 from billfish.kernels.llvm import (
-    F16,
     F32,
     I8,
     I16,
@@ -40,8 +47,6 @@ from billfish.schemes.w4a16.cpu_words import ALONE, BAND, MATRIX_ROOM, VECTORS
 
 AHEAD = 1024  # bytes: prefetch distance of the words
 MATRIX = 16  # rows of an AMX tile register
-TOP = 127 * 256 + 127  # the largest number of two signed bytes
-CARRY = ((2**15 - TOP) * 2 + 1) * 2**8  # half a step below TOP
 LAYER = ("words", "scales", "zeros", "stride", "strips", "chunks", "blocks", "upper")
 _NIBBLES = 0x0F0F0F0F
 
@@ -96,28 +101,12 @@ class Layer:
         return scales, w.load(self.zeros + at, vector(I8, lanes)).to(I32, signed=False)
 
 
-def _nearest(value: Value) -> Value:
-    """Rounded to bf16 in the upper half, ties to even; not for NaN."""
-    bits = value.as_bits(vector(I32, value.lanes))
-    return bits + ((bits >> 16) & 1) + 0x7FFF
-
-
-def _store(w: Writer, value: Value, address: Value, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16:
-        bits = value.as_bits(vector(I32, value.lanes))
-        number = w.less(bits & 0x7FFFFFFF, 0x7F800001)
-        value = w.pick(number, _nearest(value) >> 16, w.constant(bits.type, 0x7FC0)).to(I16)
-    elif dtype == torch.float16:
-        value = value.to(F16)
-    w.store(value, address)
-
-
 def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
     """Quantizes chunks of x to planes and notes. A chunk with Inf or NaN has NaN as its step."""
     w = Writer(module, "split", 6)
     x, planes, notes, blocks, first, last = w.arguments
     lanes = 8
-    ints, floats = vector(I32, lanes), vector(F32, lanes)
+    ints = vector(I32, lanes)
     with w.loop(first, last) as chunk:
         start = x + chunk * blocks * (lanes * dtype.itemsize)
         largest = w.variable(w.constant(ints, 0))
@@ -126,25 +115,15 @@ def _write_split(module: ir.Module, dtype: torch.dtype) -> Any:
             magnitude, known = value.as_bits(ints) & 0x7FFFFFFF, largest.get()
             largest.set(w.pick(w.less(known, magnitude), magnitude, known))
         top = w.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", I32, largest.get())
-        # The step's exponent is that of the largest x, or one more where its mantissa is 1.9921 =
-        # TOP / 2^14 or above: there adding CARRY overflows into the exponent.
-        exponent = (top + CARRY) >> 23
-        exponent = w.pick(w.less(exponent, 30), w.constant(I32, 30), exponent)
-        step = ((exponent - 14) << 23).as_bits(F32)
-        inverse = ((w.constant(I32, 2 * 127 + 14) - exponent) << 23).as_bits(F32)
-        step = w.pick(w.less(top, 0x7F800000), step, w.constant(F32, float("nan")))
+        step, inverse = step_of(w, top, BYTES)
         total = w.variable(w.constant(ints, 0))
         with w.loop(w.number(0), blocks) as block:
             value = load_floats(w, start + block * (lanes * dtype.itemsize), dtype, lanes)
-            value = w.intrinsic(f"llvm.rint.v{lanes}f32", floats, value * w.spread(inverse, lanes))
-            for name, bound in (("minnum", TOP), ("maxnum", -TOP)):  # NaN becomes a number, too
-                limit = w.constant(floats, float(bound))
-                value = w.intrinsic(f"llvm.{name}.v{lanes}f32", floats, value, limit)
-            steps = value.to(I32)
-            upper = (steps + 128).halved(8)
+            steps = in_steps(w, value, inverse, BYTES)
+            upper, lower = in_bytes(steps)
             place = planes + (chunk * blocks * 2 + block) * lanes
             w.store(upper.to(I8), place)
-            w.store((steps - (upper << 8)).to(I8), place + blocks * lanes)
+            w.store(lower.to(I8), place + blocks * lanes)
             total.set(total.get() + steps)
         summed = w.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, total.get())
         w.store(step, notes + chunk * 8)
@@ -212,7 +191,7 @@ def _write_tile(module: ir.Module, kind: Kind, rows: int) -> Any:
                 total.set(_add(w, total.get(), upper, lower, note, scales, zeros))
     for row, part in tile:
         at = (layer.strips * row + strip) * layer.width + part * lanes
-        _store(w, totals[row, part].get(), y + at * kind.x.itemsize, kind.x)
+        store_floats(w, totals[row, part].get(), y + at * kind.x.itemsize, kind.x)
     return w.end()
 
 
@@ -237,7 +216,7 @@ def _write_decode(module: ir.Module, kind: Kind) -> Any:
                 numbers = []
                 for shift in (0, 8, 16, 24, 4, 12, 20, 28):
                     code = ((above >> shift) & 15) * 16 + ((below >> shift) & 15)
-                    numbers.append(_nearest((code - zeros).to(F32) * scales))
+                    numbers.append(nearest_bf16((code - zeros).to(F32) * scales))
                 for pair, (even, odd) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
                     both = (odd & 0xFFFF0000) + (even >> 16)
                     w.store(both, target + block * (16 * lanes) + pair * (4 * lanes))
@@ -287,7 +266,7 @@ def _write_matrices(module: ir.Module, kind: Kind) -> Any:
             for i in range(4):
                 at = (row + line + MATRIX * (i // 2)) * layer.strips + strip
                 total = w.load(sums + line * 64 + 1024 * i, vector(F32, lanes))
-                _store(w, total, y + (at * VECTORS + i % 2) * (2 * lanes), kind.x)
+                store_floats(w, total, y + (at * VECTORS + i % 2) * (2 * lanes), kind.x)
     tile("tilerelease")
     return w.end()
 
