@@ -11,6 +11,7 @@ import re
 import threading
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -115,3 +116,12 @@ class Room(threading.local):
             self.address = self.kept.data_ptr() + -self.kept.data_ptr() % 64
             self.size = nbytes
         return self.address
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why kernels that kernels/llvm.py writes cannot run weights there, as advice; or None."""
+    if device.type != "cpu":
+        return f"its weights are on {device}; move the model to the CPU with model.to('cpu')."
+    if find_spec("llvmlite") is None:
+        return "llvmlite, which compiles its kernels, is not here; pip install llvmlite."
+    return None

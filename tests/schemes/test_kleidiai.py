@@ -181,7 +181,7 @@ def test_only_by_name(monkeypatch):
     for scheme in (W4A16(4, 64), W4A16(4, -1, False)):
         assert choose_op(scheme, 64, 768, CPU).name == "cpu"
         assert choose_op(scheme, 64, 768, CPU, "kleidiai") is KleidiaiOp
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    monkeypatch.setattr("billfish.kernels.cpu.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'kleidiai: runs only by name, op="kleidiai"'):
         choose_op(W4A16(), 64, 768, CPU)
 

@@ -15,9 +15,9 @@ from every import (
 )
 
 from billfish.errors import UserError
-from billfish.kernels import jit
+from billfish.kernels import cpu, jit
 from billfish.schemes.registry import choose_op, ops_of
-from billfish.schemes.w4a16 import W4A16, cpu, kleidiai
+from billfish.schemes.w4a16 import W4A16, kleidiai
 
 
 def questions(op):

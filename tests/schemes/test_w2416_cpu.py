@@ -275,7 +275,7 @@ def test_memory(size: tuple[int, int]) -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuOp.refuses(W2416(), 64, 128, torch.device("cpu")) is None
     assert "model.to('cpu')" in (CpuOp.refuses(W2416(), 64, 128, torch.device("cuda", 0)) or "")
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    monkeypatch.setattr("billfish.kernels.cpu.find_spec", lambda name: None)
     assert "pip install llvmlite" in (CpuOp.refuses(W2416(), 64, 128, torch.device("cpu")) or "")
 
 

@@ -315,7 +315,7 @@ def test_groups_of_unequal_size_are_refused() -> None:
 
 
 def test_refuses_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    monkeypatch.setattr("billfish.kernels.cpu.find_spec", lambda name: None)
     reason = CpuOp.refuses(W4A16(), 64, 128, torch.device("cpu"))
     assert "pip install llvmlite" in (reason or "")
 

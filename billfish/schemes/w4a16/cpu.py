@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -109,11 +108,7 @@ class CpuOp(Op):
 
     @classmethod
     def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:
-        if device.type != "cpu":
-            return f"its weights are on {device}; move the model to the CPU with model.to('cpu')."
-        if find_spec("llvmlite") is None:
-            return "llvmlite, which compiles its kernels, is not here; pip install llvmlite."
-        return None
+        return cpu.refusal(device)
 
     @classmethod
     def tolerance(cls, scheme: W4A16, tensors: Tensors, x: Tensor) -> float:
