@@ -10,7 +10,7 @@ from test_w4a16_cpu import BF16, FP16, FP32, Case
 from billfish.errors import UserError
 from billfish.schemes.base import Reference
 from billfish.schemes.registry import choose_op
-from billfish.schemes.w4a16 import cpu, kleidiai
+from billfish.schemes.w4a16 import kleidiai
 from billfish.schemes.w4a16.kleidiai import OUTLIER, STRIP, KleidiaiOp
 from billfish.schemes.w4a16.scheme import W4A16
 
