@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from billfish.bench import random_model
+from billfish.bench import nvml, random_model
 from billfish.bench.kernels import circumstances
 from billfish.bench.variants import DENSE, GenerateRequest, ModelVariant, type_of
 from billfish.checkpoints.match import model_config
@@ -68,6 +68,11 @@ class GenerateBench:
             raise UserError(
                 f"--memory {self.memory / 1e9:.1f} GB: {self.facts['name']} has {most / 1e9:.1f} "
                 "GB. Give less."
+            )
+        if request.energy and nvml.joules(device) is None:
+            raise UserError(
+                f"--energy: no energy counter of {self.facts['name']} can be read. It is NVML's, "
+                "of NVIDIA GPUs since Volta: pip install '.[bench]'; or leave it out."
             )
         if request.random:
             self.config = random_model.config_of(request.model)
@@ -208,7 +213,10 @@ class GenerateBench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         rounds: list[Result] = []
+        used = None
         for index in range(request.rounds + 1):
+            if index == 1 and request.energy:
+                used = nvml.joules(self.device)
             self.say(f"{variant['variant']}, batch {batch}, round {index} of {request.rounds}")
             output = request.output if index else min(request.output, WARM_TOKENS)
             params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
@@ -223,6 +231,10 @@ class GenerateBench:
         point: Result = {"batch": batch, "error": None, "rounds": rounds, "peak_bytes": None}
         if self.device.type == "cuda":
             point["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        if used is not None:
+            seconds, tokens = sum(told["seconds"] for told in rounds), len(rounds) * batch
+            now = nvml.joules(self.device) or math.nan
+            point["energy"] = cost(now - used, seconds, tokens * request.output, request.price)
         for name in rounds[0]:
             found = [told[name] for told in rounds if told[name] is not None]
             point[name] = statistics.median(found) if found else None
@@ -295,6 +307,16 @@ def decode_roofline(
         "floor_seconds": floor,
         "roofline": floor / seconds if floor and seconds else None,
         "roofline_with_kv": both / seconds if both and seconds else None,
+    }
+
+
+def cost(joules: float, seconds: float, tokens: int, price: float | None) -> Result:
+    """Of the whole card over all rounds, prompts included; `price` is that of a kilowatt hour."""
+    kilowatt_hours = joules / 3.6e6 / tokens * 1e6
+    return {
+        "watts": joules / seconds,
+        "joules_per_token": joules / tokens,
+        "cost_per_million_tokens": None if price is None else kilowatt_hours * price,
     }
 
 

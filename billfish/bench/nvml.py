@@ -28,11 +28,17 @@ def driver_version() -> str | None:
     return None if nvml is None else _value(nvml.nvmlSystemGetDriverVersion)
 
 
-def readings(device: torch.device) -> dict[str, Any] | None:
-    nvml, uuid = library(), getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if nvml is None or uuid is None:
+def joules(device: torch.device) -> float | None:
+    """Energy that the card has used since its driver was loaded. Counters move every few tens of
+    milliseconds: measure for a second or longer."""
+    if device.type != "cuda" or (card := _card(device)) is None:
         return None
-    card = _value(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+    millijoules = _value(library().nvmlDeviceGetTotalEnergyConsumption, card)
+    return None if millijoules is None else millijoules / 1000
+
+
+def readings(device: torch.device) -> dict[str, Any] | None:
+    nvml, card = library(), _card(device)
     if card is None:
         return None
     milliwatts = _value(nvml.nvmlDeviceGetPowerUsage, card)
@@ -45,6 +51,13 @@ def readings(device: torch.device) -> dict[str, Any] | None:
         "limit_watts": None if limit is None else limit / 1000,
         "celsius": _value(nvml.nvmlDeviceGetTemperature, card, nvml.NVML_TEMPERATURE_GPU),
     }
+
+
+def _card(device: torch.device) -> Any:
+    nvml, uuid = library(), getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if nvml is None or uuid is None:
+        return None
+    return _value(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
 
 
 def _value(read: Callable[..., Any], *arguments: Any) -> Any:

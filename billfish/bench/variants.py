@@ -43,6 +43,8 @@ class GenerateRequest:
     dtype: str = "auto"  # to compute with packed or stored weights; dense variants name theirs
     group_size: int = 128
     max_batched_tokens: int | None = None  # of a step; None: the engine's default
+    energy: bool = False  # measure joules as well
+    price: float | None = None  # of a kilowatt hour, in any currency; for the cost of tokens
 
     def __post_init__(self) -> None:
         rules = {"input": (self.input, 1), "output": (self.output, 2), "rounds": (self.rounds, 1)}
@@ -53,6 +55,8 @@ class GenerateRequest:
                 raise UserError(f"--{name} {given}: give {least} or more.")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError("--bandwidth: TB/s, above 0, such as 4.54.")
+        if self.price is not None and not (self.energy and 0 <= self.price < math.inf):
+            raise UserError(f"--price {self.price}: of a kilowatt hour, 0 or more, with --energy.")
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(f"--dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}.")
         for variant in self.variants:

@@ -203,6 +203,13 @@ def generate(
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of a step; default: the engine's.")
     ] = None,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Also measure joules, by the GPU's own counter.")
+    ] = False,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Of a kilowatt hour, with --energy: the cost of a million tokens."),
+    ] = None,
     device: Device = "auto",
     json_: Json = False,
     save: Save = None,
@@ -251,6 +258,8 @@ def generate(
             dtype=dtype.value,
             group_size=group_size,
             max_batched_tokens=max_batched_tokens,
+            energy=energy,
+            price=price,
         )
         with show.status(json_) as say:
             result = bench.GenerateBench(request, chosen, say, keeper(save)).measure()

@@ -84,11 +84,27 @@ def generated(result: Result) -> None:
     table("\ndecode", columns, [_decoded(*each) for each in points])
     columns = ["variant", "batch", "tokens/s", "x first", "x first, both at their best"]
     table("\nprefill and decode", columns, [_altogether(*each) for each in points])
+    measured = [(v, p) for v, p in points if "energy" in p]
+    if measured:
+        columns = ["variant", "batch", "W", "J per token", "cost of a million tokens"]
+        table("\nenergy, prefill and decode", columns, [_used(*each) for each in measured])
     for variant in result["variants"]:
         for told in (variant, *variant["points"]):
             if told["error"]:
                 where = f", batch {told['batch']}" if "batch" in told else ""
                 out.print(f"{variant['variant']}{where}: {told['error']}", markup=False)
+
+
+def _used(variant: Result, point: Result) -> list[str]:
+    used = point["energy"]
+    price = used["cost_per_million_tokens"]
+    return [
+        variant["variant"],
+        str(point["batch"]),
+        f"{used['watts']:.0f}",
+        f"{used['joules_per_token']:.3f}",
+        "" if price is None else f"{price:.3f}",
+    ]
 
 
 def served(result: Result) -> None:

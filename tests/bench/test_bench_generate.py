@@ -291,6 +291,35 @@ def test_a_run_is_shown_written_and_drawn(config, tmp_path):
     assert "no result of bench kernels" in str(kernels.exception)
 
 
+def test_energy_is_that_of_all_measured_rounds(config, monkeypatch, tmp_path):
+    """A card that uses 100 W, by a counter that is read after the warm-up and at the end."""
+    read = []
+
+    def joules(device):
+        read.append(generate.time.perf_counter())
+        return 100 * read[-1]
+
+    monkeypatch.setattr(generate.nvml, "joules", joules)
+    asked = request(config, energy=True, price=0.36)
+    result = GenerateBench(asked, CPU).measure()
+    assert len(read) == 1 + 2 * 2
+    for point in result["variants"][0]["points"]:
+        used, tokens = point["energy"], point["batch"] * 5 * 2
+        assert 100 <= used["watts"] < 150
+        seconds = sum(told["seconds"] for told in point["rounds"])
+        assert used["joules_per_token"] == pytest.approx(used["watts"] * seconds / tokens)
+        assert used["cost_per_million_tokens"] == pytest.approx(used["joules_per_token"] / 10)
+    shown = invoke("--from", write(tmp_path, result)).output
+    assert "J per token" in shown and "cost of a million tokens" in shown
+
+
+def test_energy_needs_a_counter_and_a_price_needs_energy(config):
+    with pytest.raises(UserError, match=r"no energy counter of CPU.*or leave it out"):
+        GenerateBench(request(config, energy=True), CPU)
+    with pytest.raises(UserError, match=r"--price 0.3: .*with --energy"):
+        request(config, price=0.3)
+
+
 def write(folder, content):
     path = folder / "other.json"
     path.write_text(json.dumps(content))

@@ -109,6 +109,9 @@ class FakeNvml:
     def nvmlDeviceGetTemperature(self, card, sensor):
         return 61
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, card):
+        return 5_432_100
+
 
 @pytest.fixture
 def card(monkeypatch):
@@ -137,10 +140,17 @@ def test_readings_are_in_mhz_watts_and_degrees(card):
     }
 
 
+def test_energy_is_in_joules(card):
+    card(FakeNvml())
+    assert nvml.joules(torch.device("cuda")) == 5432.1
+    assert nvml.joules(torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize(
     ("library", "uuid"), [(None, "1234"), (FakeNvml(driver=None), "1234"), (FakeNvml(), "5")]
 )
 def test_without_library_driver_or_card_readings_are_unknown(card, library, uuid):
     card(library, uuid)  # None in sys.modules: not installed
     assert nvml.readings(torch.device("cuda")) is None
+    assert nvml.joules(torch.device("cuda")) is None
     assert nvml.driver_version() == (None if uuid == "1234" else "580.1")

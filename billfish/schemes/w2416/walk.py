@@ -82,17 +82,15 @@ class Walk:
 
     def run(self) -> Walked:
         n, groups = self.todo.shape[1], self.two // GROUP
-        made = [torch.empty(rows, groups, device=self.todo.device) for rows in (n // BAND, n)]
-        self.base, self.offset = (torch.empty_like(made[0]) for _ in range(2))
-        self.code, self.zero = (torch.empty_like(made[1]) for _ in range(2))
+        self.base, self.offset = torch.empty(2, n // BAND, groups, device=self.todo.device)
+        self.code, self.zero = torch.empty(2, n, groups, device=self.todo.device)
         for start in range(0, self.two, BLOCK):
             end = min(start + BLOCK, self.two)
             errors = [self._two_bit_group(a, end) for a in range(start, end, GROUP)]
             self._feed(start, end, torch.cat(errors), len(self.todo))
         scale_4 = self._scales_4()
-        step = scale_4.repeat_interleave(GROUP * self.share.four, 1).T
-        places = torch.argsort(self.order[self.two :])
-        step = step[torch.argsort(places)]  # from ascending columns to walking order
+        step = scale_4.repeat_interleave(GROUP * self.share.four, 1).T  # of ascending columns
+        step = step[torch.argsort(torch.argsort(self.order[self.two :]))]
         for start in range(self.two, len(self.todo), BLOCK):
             end = min(start + BLOCK, len(self.todo))
             self._four_bit_columns(start, end, step[start - self.two : end - self.two])
