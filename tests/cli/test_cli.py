@@ -29,6 +29,13 @@ def billfish(*args, code=0):
     return done
 
 
+def here(*args):
+    """Likewise without a process of its own, which imports torch and compiles kernels again."""
+    done = CliRunner().invoke(cli.app, list(map(str, args)), env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A source and its 4-bit version, made through the command line."""
@@ -87,20 +94,17 @@ def test_importing_the_package_is_light():
 def test_plan_inspect_verify_speak_json_and_text(models):
     plan = json.loads(billfish("plan", models / "source", "--group-size", 32, "--json").stdout)
     assert plan["totals"]["quantized"] == 21
-    text = billfish("plan", models / "source", "--group-size", 32).stdout
+    text = here("plan", models / "source", "--group-size", 32)
     assert all(kind in text for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "lm_head"))
-    found = json.loads(billfish("inspect", models / "w4", "--json").stdout)
+    found = json.loads(here("inspect", models / "w4", "--json"))
     assert found["dialect"] == "compressed-tensors" and found["packed_linears"] == 21
-    assert "down_proj" in billfish("inspect", models / "w4").stdout
-    assert json.loads(billfish("verify", models / "w4", "--json").stdout)["ok"]
+    assert "down_proj" in here("inspect", models / "w4")
+    assert json.loads(here("verify", models / "w4", "--json"))["ok"]
 
 
 def test_plan_says_how_long_training_is(models):
     def planned(*options):
-        arguments = ["plan", str(models / "source"), "--group-size", "32", *options]
-        done = CliRunner().invoke(cli.app, arguments)
-        assert done.exit_code == 0, done.output
-        return done.output
+        return here("plan", models / "source", "--group-size", 32, *options)
 
     given = ("--method", "finetune", "--steps", "7", "--end-to-end", "0")
     assert json.loads(planned(*given, "--json"))["training"] == {"steps": 7, "end_to_end": 0}
@@ -123,8 +127,8 @@ def test_verify_exits_with_1_and_names_the_file(models, tmp_path):
 
 
 def test_convert_there_and_back(models, tmp_path):
-    billfish("convert", models / "w4", tmp_path / "gptq", "--to", "gptq")
-    billfish("convert", tmp_path / "gptq", tmp_path / "ct", "--to", "compressed-tensors", "--json")
+    here("convert", models / "w4", tmp_path / "gptq", "--to", "gptq")
+    here("convert", tmp_path / "gptq", tmp_path / "ct", "--to", "compressed-tensors", "--json")
     done = billfish("convert", models / "w4", tmp_path / "gptq", "--to", "awq", code=1)
     assert "exists and is not empty" in done.stderr
 
@@ -132,7 +136,7 @@ def test_convert_there_and_back(models, tmp_path):
 def test_generate_streams_repeats_and_reports_speed(models):
     draw = ["generate", models / "w4", "--prompt", "hello", "--max-tokens", 12, "--json"]
     hot = [*draw, "--temperature", 1.5]
-    texts = [json.loads(billfish(*hot, "--seed", s).stdout)["text"] for s in (1, 1, 2)]
+    texts = [json.loads(here(*hot, "--seed", s))["text"] for s in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert "tokens/s" in billfish(*draw[:-1], "--chat").stderr
 

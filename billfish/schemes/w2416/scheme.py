@@ -67,7 +67,7 @@ class W2416:
         return [cls(2.7), cls(3.3, 0.005), cls(3.0, 0.0), cls(3.9, 0.02)]
 
     def describe(self) -> str:
-        return f"2/4/16 bit, {self.budget:g} in all"
+        return f"2/4/16 at {self.budget:g} bit"
 
     def shares(self, k: int) -> Shares:
         found = shares(k, self.budget, self.outliers)
