@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from billfish.errors import UserError
 from billfish.formats.spec import TensorSpec
 from billfish.kernels.jit import Program
 
@@ -257,6 +258,15 @@ class Family:
     # If there is none it writes its own (checkpoints/own.py).
     dialects: tuple[type[Any], ...] = ()
     tuner: str | None = None  # module with search(): `billfish bench tune`
+
+
+def check_cut(scheme: Scheme, tensors: Tensors, dim: int, begin: int, end: int) -> Shape:
+    """The layer's size; raises a UserError if [begin, end) cannot be cut out of it."""
+    size = scheme.size(tensors)
+    for at in {begin, end} - {size[dim]}:
+        if reason := scheme.refuses_cut(dim, at, size[dim]):
+            raise UserError(f"a {size[0]} x {size[1]} layer cannot be cut at {at}: {reason}.")
+    return size
 
 
 def watched(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from billfish.errors import UserError
 from billfish.formats.layout import unpack_stream
 from billfish.formats.spec import TensorSpec
-from billfish.schemes.base import STD, Options, Shape, Tensors
+from billfish.schemes.base import STD, Options, Shape, Tensors, check_cut
 from billfish.schemes.w2416.shares import BAND, GROUP, PLACES, Shares, part_size, shares
 
 LEAST, MOST = 2.45, 3.9
@@ -171,10 +171,7 @@ class W2416:
         return None
 
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
-        size = self.size(tensors)
-        for at in {begin, end} - {size[dim]}:
-            if reason := self.refuses_cut(dim, at, size[dim]):
-                raise UserError(f"a {size[0]} x {size[1]} layer cannot be cut at {at}: {reason}.")
+        size = check_cut(self, tensors, dim, begin, end)
         made = {}
         for name, tensor in tensors.items():
             if dim == 0 and name != "input_bits":

@@ -16,7 +16,7 @@ from billfish.errors import UserError
 from billfish.formats import layout
 from billfish.formats.grid import Grid, group_count
 from billfish.formats.spec import TensorSpec
-from billfish.schemes.base import STD, Options, Shape, Tensors
+from billfish.schemes.base import STD, Options, Shape, Tensors, check_cut
 from billfish.schemes.w4a16 import groups
 
 G_IDX = "weight_g_idx"
@@ -158,10 +158,7 @@ class W4A16:
         return None
 
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
-        size = self.size(tensors)
-        for at in {begin, end} - {size[dim]}:
-            if reason := self.refuses_cut(dim, at, size[dim]):
-                raise UserError(f"a {size[0]} x {size[1]} layer cannot be cut at {at}: {reason}.")
+        check_cut(self, tensors, dim, begin, end)
         cut = slice(begin, end)
         codes, scales, zeros = self.codes(tensors), tensors["weight_scale"], self.zeros(tensors)
         if dim == 0:
