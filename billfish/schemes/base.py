@@ -260,9 +260,9 @@ class Family:
     tuner: str | None = None  # module with search(): `billfish bench tune`
 
 
-def check_cut(scheme: Scheme, tensors: Tensors, dim: int, begin: int, end: int) -> Shape:
+def check_cut(scheme: Any, tensors: Tensors, dim: int, begin: int, end: int) -> Shape:
     """The layer's size; raises a UserError if [begin, end) cannot be cut out of it."""
-    size = scheme.size(tensors)
+    size: Shape = scheme.size(tensors)
     for at in {begin, end} - {size[dim]}:
         if reason := scheme.refuses_cut(dim, at, size[dim]):
             raise UserError(f"a {size[0]} x {size[1]} layer cannot be cut at {at}: {reason}.")
