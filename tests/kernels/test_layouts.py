@@ -16,7 +16,7 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import jit, tensor_map
+from billfish.kernels import clusters, jit, tensor_map
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch, plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
@@ -81,12 +81,12 @@ def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
     yield "kDecodeThreads", tile.THREADS
-    yield "kCluster", tile.CLUSTER
-    yield "kBarrierBytes", tile.BARRIER_BYTES
+    yield "kCluster", clusters.CLUSTER
+    yield "kBarrierBytes", clusters.BARRIER_BYTES
     for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
-        total = share * H200.sms // tile.CLUSTER  # bands of 64 outputs
+        total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
         how = tile.pick_tile(m, total * BRICK_N, size, H200)
-        passes = math.ceil(total * tile.CLUSTER / how.blocks / how.bands)
+        passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
         buffers = min(passes, 2)  # of partial sums
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
         sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"

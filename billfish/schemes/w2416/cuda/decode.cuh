@@ -1,0 +1,408 @@
+// w2416_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, sm_90.
+//
+// One launch: of each pass first the 2-bit inputs, then the 4-bit inputs, in records (mixed.cuh),
+// and beside them the outliers. Clusters, stages and sums are share.cuh's.
+//
+//     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
+//                  previous kernel has ended (PDL), since weights do not depend on it
+//     warp 1       producer: activations of each stage, once the previous kernel has ended, gathered
+//                  into the order of the records: groups of 16 inputs, 32 bytes each
+//     warps 2, 3   outliers of each stage, from x in shared memory, into fp32 sums there
+//     warps 4-11   consumers: 32 outputs x 256 (2 bits) or 128 (4 bits) inputs at a time
+//
+// Outliers' sums and the partial sums of other warps and blocks lie in the same memory, one after
+// the other: sums of a pass are sent only when both blocks have read their outliers (`ready`). Two
+// blocks fit on an SM.
+#pragma once
+
+#include "billfish/mixed.cuh"
+#include "billfish/share.cuh"
+
+namespace billfish {
+
+constexpr int kListWarps = 2, kFirstListWarp = 2;
+constexpr int kFirstMixedWarp = kFirstListWarp + kListWarps;
+constexpr int kMixedThreads = 32 * (kFirstMixedWarp + kMathWarps);
+constexpr int kReaders = kListWarps + kMathWarps;  // warps that read a stage
+constexpr int kMostSets = 8;  // of scales in a record of 4 bits: it has 8 groups of inputs
+
+// One stage of the ring: four records and their activations, one, two or four bands.
+template <int kTokens, int kBands>
+struct MixedStage {
+    static constexpr int kSlices = 4 / kBands;
+    static constexpr int kMostFour = kFourScales + kMostSets * kFourSetBytes + kFourMarkBytes;
+    static constexpr int kX = (4 * kMostFour + 127) / 128 * 128;  // byte offset
+    static constexpr int kBytes = kX + kSlices * 2 * x_bytes(kTokens);
+    static_assert(kTwoBytes <= kMostFour && kTwoK == 2 * kRecordK, "both kinds of record fit");
+};
+
+// Shared memory: [barriers, 256 B][stages][sums]. tile.py counts the same.
+constexpr int kMixedBarrierBytes = 256;
+
+// A layer's records: of each band those of 2 bits, those of 4 bits, and outliers: `kHead` words, of
+// which the first is log2 of the band's unit; where the list of each record begins, in groups of 8,
+// and their end; the groups. Rows of a group are distinct. An outlier is value << 16 | kThere |
+// row << 8 | column of the record. columns[i] is the column of x with which group i of 16 inputs of
+// the records begins, -1 for none.
+constexpr int kHead = 8, kListGroup = 8;
+constexpr u32 kThere = 0x8000;
+
+struct MixedLayer {
+    const unsigned char* records;
+    const int* columns;
+    int n, k, two, four, sets, band_words;  // tiles along k of either kind; words of a band
+    BILLFISH_DEVICE int four_bytes() const {
+        return kFourScales + sets * kFourSetBytes + kFourMarkBytes;
+    }
+    BILLFISH_DEVICE const unsigned char* band(int index) const {
+        return records + static_cast<u64>(index) * band_words * 4;
+    }
+    BILLFISH_DEVICE const u32* lists(int index) const {
+        return reinterpret_cast<const u32*>(band(index) + two * kTwoBytes + four * four_bytes());
+    }
+    BILLFISH_DEVICE int list_words() const { return (two + four + kListGroup) / 8 * 8; }
+};
+
+#if __CUDA_ARCH__ >= 900
+
+// x of one slice, kInputs of it from group `group` of columns on, 32 lanes side by side.
+template <int kInputs, int kTokens>
+BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, int lane) {
+    constexpr int kLanes = kInputs / 8, kAbreast = 32 / kLanes;
+    const int chunk = lane % kLanes, first = lane / kLanes;
+    const u32 bytes = column < 0 ? 0 : 16;
+    const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8);
+#pragma unroll
+    for (int i = 0; i < kTokens; i += kAbreast) {
+        if (i < m)
+            copy_async_16(to + x_smem_offset<kTokens>(i + first, chunk),
+                          from + static_cast<u64>(min(i + first, m - 1)) * k, bytes);
+    }
+}
+
+// The lists of one stage that a list warp adds, kMine records of its own bands. Two warps never
+// have the same outputs.
+template <class T, int kTokens, int kBands>
+struct Outliers {
+    static constexpr int kSlices = 4 / kBands, kOwn = kBands > 1 ? kBands / kListWarps : 1;
+    static constexpr int kMine = kOwn * kSlices;
+    static constexpr int kLanes = kTokens / 2, kAbreast = 32 / kLanes;  // lanes of an outlier
+    u32 edges = 0;          // lanes 2 i and 2 i + 1: groups of record i
+    u32 entries[kMine];     // the first 32 of each
+
+    // Where the lists are of the records that begin at slice `slice` of `span` of a segment, whose
+    // first tile is `tile`.
+    BILLFISH_DEVICE void find(const MixedLayer& layer, int first_band, int have, int warp, int lane,
+                              int tile, int slice, int span) {
+        const int i = lane / 2, band = warp * kOwn + i / kSlices, sub = i % kSlices;
+        const bool there = i < kMine && band < have && slice + sub < span;
+        edges = there ? layer.lists(first_band + band)[kHead + tile + slice + sub + lane % 2] : 0;
+    }
+    BILLFISH_DEVICE const u32* list(const MixedLayer& layer, int first_band, int warp, int i) const {
+        return layer.lists(first_band + warp * kOwn + i / kSlices) + kHead + layer.list_words();
+    }
+    BILLFISH_DEVICE void fetch(const MixedLayer& layer, int first_band, int warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
+            const u32 at = begin * kListGroup + lane;
+            entries[i] = at < end * kListGroup ? list(layer, first_band, warp, i)[at] : 0;
+        }
+    }
+    // Adds outlier * x to sums; returns a number that depends on all of x that it has read. `x_step`
+    // is the bytes of x of a slice.
+    BILLFISH_DEVICE float add(const MixedLayer& layer, int first_band, int warp, int lane, u32 x,
+                              int x_step, u32 sums, int m) const {
+        const int token = lane % kLanes * 2;
+        float seen = 0;
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
+            const u32 slice = x + i % kSlices * x_step + token * kXLine;
+            const u32 rows = sums + (warp * kOwn + i / kSlices) * kRecordN * kTokens * 4 + token * 4;
+            u32 some = entries[i];
+            for (u32 group = begin; group < end; group += 4) {
+                const u32 at = (group + 4) * kListGroup + lane;
+                const u32 next = at < end * kListGroup ? list(layer, first_band, warp, i)[at] : 0;
+                for (u32 first = 0; first < 32 && group + first / 8 < end; first += kAbreast) {
+                    const u32 one = shuffle(some, first + lane / kLanes);
+                    if (one & kThere && token < m) {
+                        const u32 column = one & 255, row = one >> 8 & 63;
+                        const u32 from = slice + column / 64 * kTokens * kXLine +
+                                         (column % 64 * 2 ^ token % 8 * 16);
+                        const float a = T::to_float(load_smem_2(from));
+                        const float b = T::to_float(load_smem_2((from + kXLine) ^ 16));
+                        const float value = T::to_float(one >> 16);
+                        const u32 to = rows + row * kTokens * 4;
+                        const uint2 old = load_smem_8(to);
+                        store_smem_8(to, fmaf(value, a, __uint_as_float(old.x)),
+                                     fmaf(value, b, __uint_as_float(old.y)));
+                        seen += a + b;
+                    }
+                    __syncwarp();  // the next group may have the same rows
+                }
+                some = next;
+            }
+        }
+        return seen;
+    }
+};
+
+#endif
+
+// `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others their
+// ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh.
+template <class T, int kZero, int kStep, int kTokens, int kBands>
+__global__ void __launch_bounds__(kMixedThreads, 2)
+w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ columns,
+             const u16* __restrict__ x, const u16* __restrict__ bias, u16* __restrict__ out, int m,
+             int n, int k, int tiles_2, int tiles_4, int sets, int band_words, int stages,
+             bool gated) {
+#if __CUDA_ARCH__ >= 900
+    using Stage = MixedStage<kTokens, kBands>;
+    using Exchange = Sums<kTokens, kBands>;
+    using Me = Worker<kBands * 2, kFirstMixedWarp>;
+    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    constexpr u32 kStop = 1, kGo = 2;  // named barriers of the warps that read a stage
+
+    extern __shared__ __align__(128) unsigned char smem[];
+    const u32 base = smem_address(smem);
+    const u32 full = base, empty = base + 64, reduced = base + 128, ready = base + 136;
+    const u32 unread = base + 144;  // where a block's word lands that it may be sent sums
+    const u32 ring = base + kMixedBarrierBytes, sums = ring + stages * Stage::kBytes;
+    const MixedLayer layer{records, columns, n, k, tiles_2, tiles_4, sets, band_words};
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
+            barrier_init(empty + 8 * i, kReaders);
+        }
+        barrier_init(reduced, 1);
+        barrier_init(ready, 1 + kMathWarps);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    cluster_arrive();
+
+    if (warp < kFirstListWarp) {
+        const Share two(n, tiles_2), four(n, tiles_4);
+        const int passes = two.passes(kBands);
+        Slot slot;
+        slot.parity = 1;  // the first round finds every slot empty
+        if (warp == 0) {
+            if (lane == 0) {
+                const u64 policy = evict_first_policy();
+                for (int pass = 0; pass < passes; ++pass) {
+                    const int begin = two.before(pass, passes);
+                    const int have = two.before(pass + 1, passes) - begin;
+#pragma unroll 1
+                    for (int kind = 0; kind < 2; ++kind) {
+                        const int record = kind ? layer.four_bytes() : kTwoBytes;
+                        const int span = kind ? four.span : two.span;
+                        const unsigned char* from =
+                            layer.band(two.first_band + begin) +
+                            (kind ? tiles_2 * kTwoBytes + four.k_begin * record
+                                  : two.k_begin * record);
+                        for (int slice = 0; slice < span; slice += kSlices) {
+                            const u32 bytes = min(kSlices, span - slice) * record;
+                            const u32 to = ring + slot.index * Stage::kBytes;
+                            const u32 barrier = full + 8 * slot.index;
+                            barrier_wait(empty + 8 * slot.index, slot.parity);
+                            barrier_arrive_expect(barrier, have * bytes);
+#pragma unroll
+                            for (int band = 0; band < kBands; ++band) {
+                                if (band < have)
+                                    copy_bulk(to + band * kSlices * record,
+                                              from + static_cast<u64>(band) * band_words * 4, bytes,
+                                              barrier, policy);
+                            }
+                            from += kSlices * record;
+                            slot.advance(stages);
+                        }
+                    }
+                }
+                if (passes == 0) linger(two.most_bands * (two.span + four.span));
+            }
+            __syncwarp();
+        } else {
+            dependency_wait();
+            for (int pass = 0; pass < passes; ++pass) {
+#pragma unroll 1
+                for (int kind = 0; kind < 2; ++kind) {
+                    const int groups = kind ? 8 : 16, span = kind ? four.span : two.span;
+                    const int chunk = lane % (2 * groups), first = kind ? four.k_begin : two.k_begin;
+                    const int* table = columns + (kind ? tiles_2 * 16 : 0) + first * groups;
+                    for (int slice = 0; slice < span; slice += kSlices) {
+                        int column[kSlices];
+#pragma unroll
+                        for (int sub = 0; sub < kSlices; ++sub)
+                            column[sub] = slice + sub < span
+                                              ? table[(slice + sub) * groups + chunk / 2]
+                                              : -1;
+                        barrier_wait(empty + 8 * slot.index, slot.parity);
+                        const u32 to = ring + slot.index * Stage::kBytes + Stage::kX;
+#pragma unroll
+                        for (int sub = 0; sub < kSlices; ++sub) {
+                            if (kind)
+                                gather_x<kRecordK, kTokens>(to + sub * x_bytes(kTokens), x,
+                                                            column[sub], k, m, lane);
+                            else
+                                gather_x<kTwoK, kTokens>(to + sub * 2 * x_bytes(kTokens), x,
+                                                         column[sub], k, m, lane);
+                        }
+                        barrier_arrive_after_copies(full + 8 * slot.index);
+                        slot.advance(stages);
+                    }
+                }
+            }
+        }
+        cluster_wait();
+        return;
+    }
+
+    Slot slot;
+    if (warp < kFirstMixedWarp) {
+        using Lists = Outliers<T, kTokens, kBands>;
+        const Share two(n, tiles_2), four(n, tiles_4);
+        const int passes = two.passes(kBands), own = warp - kFirstListWarp;
+        const int few = (two.span + kSlices - 1) / kSlices;  // stages of 2 bits
+        const int all = few + (four.span + kSlices - 1) / kSlices;
+        cluster_wait();
+        dependency_wait();
+        for (int pass = 0; pass < passes; ++pass) {
+            const int begin = two.before(pass, passes);
+            const int have = two.before(pass + 1, passes) - begin;
+            const int band = two.first_band + begin;
+            const auto find = [&](Lists& lists, int stage) {
+                if (stage < few)
+                    lists.find(layer, band, have, own, lane, two.k_begin, stage * kSlices, two.span);
+                else
+                    lists.find(layer, band, have, own, lane, tiles_2 + four.k_begin,
+                               (stage - few) * kSlices, four.span);
+            };
+            constexpr int kRows = Lists::kOwn * kRecordN;
+            if (own * Lists::kOwn < kBands) {
+                const float zeros[4] = {};
+                for (int i = lane; i < kRows * kTokens / 4; i += 32)
+                    store_smem_16(sums + own * kRows * kTokens * 4 + i * 16, zeros);
+            }
+            __syncwarp();
+            // Places are known two stages ahead, entries one: both come from memory.
+            Lists here, next;
+            find(here, 0);
+            find(next, 1);
+            here.fetch(layer, band, own, lane);
+            for (int stage = 0; stage < all; ++stage) {
+                next.fetch(layer, band, own, lane);
+                Lists later;
+                find(later, stage + 2);
+                barrier_wait(full + 8 * slot.index, slot.parity);
+                const u32 at = ring + slot.index * Stage::kBytes + Stage::kX;
+                const float seen = here.add(layer, band, own, lane, at,
+                                            (stage < few ? 2 : 1) * x_bytes(kTokens), sums, m);
+                __syncwarp();
+                barrier_arrive_after(empty + 8 * slot.index, seen, lane == 0);
+                slot.advance(stages);
+                here = next, next = later;
+            }
+            sync_some<kStop, 32 * kReaders>();
+            if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
+        }
+        return;
+    }
+
+    cluster_wait();     // the other block's barriers must exist before the first remote store
+    dependency_wait();  // rather than polling a barrier until x arrives
+    for (int pass = 0; pass < Share(n, tiles_2).passes(kBands); ++pass) {
+        float acc[2][kBlocks][4] = {};
+        int unit = 0;  // log2 of it
+        {
+            const Share share(n, tiles_2);
+            const int passes = share.passes(kBands), begin = share.before(pass, passes);
+            const int band = Me().band;
+            if (band < share.before(pass + 1, passes) - begin)
+                unit = static_cast<int>(layer.lists(share.first_band + begin + band)[0]);
+        }
+        const auto run = [&](int tiles, auto multiply) {
+            const Share share(n, tiles);
+            const Me me;
+            const int passes = share.passes(kBands);
+            const int have = share.before(pass + 1, passes) - share.before(pass, passes);
+            int rounds = (share.span + kSlices - 1) / kSlices;  // and those with work for this warp:
+            int mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
+            for (; rounds > 0; --rounds, --mine) {
+                const auto release = [&](float seen) {
+                    __syncwarp();
+                    barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
+                };
+                barrier_wait(full + 8 * slot.index, slot.parity);
+                if (mine > 0)
+                    multiply(ring + slot.index * Stage::kBytes, release);
+                else
+                    release(0);
+                slot.advance(stages);
+            }
+        };
+        run(tiles_2, [&](u32 stage, auto release) {
+            const Me me;
+            multiply_two<T, kZero, kStep, kTokens>(
+                stage + (me.band * kSlices + me.sub) * kTwoBytes,
+                stage + Stage::kX + me.sub * 2 * x_bytes(kTokens), me.within % 2, me.lane,
+                power<T>(unit + Scaled<T>::kPlus), acc, release);
+        });
+        run(tiles_4, [&](u32 stage, auto release) {
+            const Me me;
+            const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
+            const u32 lean = power<T>(plus / 2);
+            const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
+            multiply_four<T, kTokens>(stage + (me.band * kSlices + me.sub) * layer.four_bytes(),
+                                      stage + Stage::kX + me.sub * x_bytes(kTokens), sets,
+                                      me.within % 2, me.lane, lean, more, acc, release);
+        });
+
+        const Share share(n, tiles_2);
+        const Me me;
+        const int passes = share.passes(kBands);
+        const int have = share.before(pass + 1, passes) - share.before(pass, passes);
+        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
+        const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
+        sync_some<kStop, 32 * kReaders>();
+        float seen = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // row q + 8 i
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                float(&sum)[4] = acc[i / 2][block];
+                uint2 more = {0, 0};
+                if (me.sub == 0 && me.band < have)
+                    more = load_smem_8(sums + ((me.within * 32 + i * 8 + me.lane / 4) * kTokens +
+                                               block * 8 + me.lane % 4 * 2) * 4);
+                float &a = sum[i % 2 * 2], &b = sum[i % 2 * 2 + 1];
+                a = fmaf(a, real, __uint_as_float(more.x));
+                b = fmaf(b, real, __uint_as_float(more.y));
+                seen += a + b;
+            }
+        }
+        __syncwarp();
+        if (me.lane == 0) {
+            if (me.index == 0) {
+                barrier_arrive_expect(reduced, Exchange::expected(rows, m));
+                barrier_arrive_expect(ready, kMathWarps * 8);
+            }
+            barrier_arrive_after(ready, seen, true);
+            store_remote(in_block(unread, 1 - rank), seen, seen, in_block(ready, 1 - rank));
+        }
+        barrier_wait(ready, pass & 1);
+        if (me.band < have)
+            Exchange::send(acc, sums, reduced, me, rank, rows, m, [](float sum, bool) { return sum; });
+        const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
+        barrier_wait(reduced, pass & 1);
+        Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, rows, gated);
+        if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
+    }
+#endif
+}
+
+}  // namespace billfish
