@@ -88,35 +88,37 @@ BILLFISH_DEVICE u32 shifted(u32 word, int right) {
     return right < 0 ? word << -right : word >> right;
 }
 
-// acc (32 outputs x kTokens) += unit * weights (32 outputs x 256 inputs of 2 bits) * x^T. `lean` is
-// power(kPlus + log2 unit). Zeros are (kZero + kStep * code) / 16. A warp takes half `half` of the
-// record. The order of all sums is the same for every kTokens. `release` is called at the end with a
-// number that depends on every byte read.
+// Addresses of a lane's operands of a record, computed once a pass. A warp takes one half of it.
+struct TwoPlaces {
+    u32 words, codes, zeros, bases, x;
+    BILLFISH_DEVICE TwoPlaces(u32 record, u32 x, int half, int lane)
+        : words(record + half * 2048 + lane * 16),
+          codes(record + kTwoScales + half * 256 + lane * 8),
+          zeros(record + kTwoZeros + half * 128 + lane * 4),
+          bases(record + kTwoBases + half * 64 + lane % 4 * 16),
+          x(x + lane / 4 * kXLine + ((lane % 4 * 2 ^ lane / 4) << 4)) {}
+};
+
+// acc (32 outputs x kTokens) += unit * weights (32 outputs x 256 inputs of 2 bits) * x^T. `by` is
+// the distance from places to this record. `lean` is power(kPlus + log2 unit). Zeros are (kZero +
+// kStep * code) / 16. The order of all sums is the same for every kTokens. `release` is called at
+// the end with a number that depends on every byte read.
 template <class T, int kZero, int kStep, int kTokens, class Release>
-BILLFISH_DEVICE void multiply_two(u32 record, u32 x, int half, int lane, u32 lean,
+BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
                                   float (&acc)[2][kTokens / 8][4], Release release) {
     using D = Scaled<T>;
     constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
     constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16
     static_assert(kStep > 0 && 16 * kStep > kZero && 16 * kStep * D::kUnits < 2048, "subnormal");
-    const uint2 codes = load_smem_8(record + kTwoScales + half * 256 + lane * 8);
-    const u32 zeros = load_smem_4(record + kTwoZeros + half * 128 + lane * 4);
-    const uint4 bases = load_smem_16(record + kTwoBases + half * 64 + lane % 4 * 16);
+    const uint2 codes = load_smem_8(places.codes + by);
+    const u32 zeros = load_smem_4(places.zeros + by);
+    const uint4 bases = load_smem_16(places.bases + by);
     const u32 base_of[4] = {bases.x, bases.y, bases.z, bases.w};
-    const u32 words = record + half * 2048 + lane * 16;
-    const u32 mine = x + lane / 4 * kXLine + ((lane % 4 * 2 ^ lane / 4) << 4);
+    const u32 words = places.words + by, mine = places.x + by;
 #pragma unroll
     for (int k64 = 0; k64 < 4; ++k64) {
         const uint4 v = load_smem_16(words + k64 * 512);
         const u32 word[2][2] = {{v.x, v.y}, {v.z, v.w}};
-        u32 b[kTokens / 8][8];
-#pragma unroll
-        for (int block = 0; block < kTokens / 8; ++block) {
-            const u32 at = mine + (k64 * kTokens + block * 8) * kXLine;
-            const uint4 low = load_smem_16(at), high = load_smem_16(at ^ 16);
-            b[block][0] = low.x, b[block][1] = low.y, b[block][2] = low.z, b[block][3] = low.w;
-            b[block][4] = high.x, b[block][5] = high.y, b[block][6] = high.z, b[block][7] = high.w;
-        }
         // Second-order scales: (code + offset) * base, exact before its one rounding.
         const u32 base = T::mul(D::base(base_of[k64]), lean);
         const u32 offset = T::add(and_or(base_of[k64], 0x000f000fu, D::kCode), D::kBack);
@@ -134,8 +136,16 @@ BILLFISH_DEVICE void multiply_two(u32 record, u32 x, int half, int lane, u32 lea
                                      D::kSixteen);
             zero[brick] = T::mul(T::fma(level, kMinusStep, kRest), scale[brick][2]);
         }
+        u32 b[kTokens / 8][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block) {
+                if (step % 2) continue;
+                const u32 at = (step ? mine ^ 16 : mine) + (k64 * kTokens + block * 8) * kXLine;
+                const uint4 x8 = load_smem_16(at);
+                b[block][0] = x8.x, b[block][1] = x8.y, b[block][2] = x8.z, b[block][3] = x8.w;
+            }
 #pragma unroll
             for (int brick = 0; brick < 2; ++brick) {
                 u32 a[4];
@@ -148,22 +158,21 @@ BILLFISH_DEVICE void multiply_two(u32 record, u32 x, int half, int lane, u32 lea
                 }
 #pragma unroll
                 for (int block = 0; block < kTokens / 8; ++block)
-                    T::mma(acc[brick][block], a, b[block][step * 2], b[block][step * 2 + 1]);
+                    T::mma(acc[brick][block], a, b[block][step % 2 * 2],
+                           b[block][step % 2 * 2 + 1]);
             }
         }
     }
     release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 
-// The same with 32 outputs x 128 inputs of 4 bits, codes 0 to 15 for -8 to 7. `lean` times `more` is
-// power(kPlusFour + log2 unit), and less by kLower for rows r + 8.
-template <class T, int kTokens, class Release>
-BILLFISH_DEVICE void multiply_four(u32 record, u32 x, int sets, int half, int lane, u32 lean,
-                                   u32 more, float (&acc)[2][kTokens / 8][4], Release release) {
+// The same with 32 outputs x 128 inputs of 4 bits, codes 0 to 15 for -8 to 7. `scales` is the
+// address of the lane's first ones. `lean` times `more` is power(kPlusFour + log2 unit), and less by
+// kLower for rows r + 8. kParts: whether the record has several parts of k, at `marks`.
+template <class T, bool kParts, int kTokens>
+BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scales, u32 marks,
+                                    u32 lean, u32 more, float (&acc)[2][kTokens / 8][4]) {
     using D = Scaled<T>;
-    const auto places = LanePlaces<kTokens>::template of<void>(record, x, lane, half);
-    u32 scales = record + kFourScales + half * 64 + lane / 4 * 8;
-    const u32 marks = load_smem_4(record + kFourScales + sets * kFourSetBytes);
     u32 scale[2], zero[2];  // [brick]: of rows r and r + 8, minus the weights of code 8
     const auto next_part = [&] {
         const uint2 bits = load_smem_8(scales);
@@ -189,7 +198,7 @@ BILLFISH_DEVICE void multiply_four(u32 record, u32 x, int sets, int half, int la
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int step = k64 * 4 + k32 * 2 + j;
-                if (step > 0 && marks >> step & 1) next_part();
+                if (kParts && step > 0 && marks >> step & 1) next_part();
 #pragma unroll
                 for (int brick = 0; brick < 2; ++brick) {
                     u32 a[4];
@@ -204,6 +213,20 @@ BILLFISH_DEVICE void multiply_four(u32 record, u32 x, int sets, int half, int la
             }
         }
     }
+}
+
+// `by` is the distance from places, scales and marks to this record.
+template <class T, int kTokens, class Release>
+BILLFISH_DEVICE void multiply_four(const LanePlaces<kTokens>& places, u32 scales, u32 marks, u32 by,
+                                   u32 lean, u32 more, float (&acc)[2][kTokens / 8][4],
+                                   Release release) {
+    LanePlaces<kTokens> here = places;
+    here.move(by);
+    const u32 parts = load_smem_4(marks + by);
+    if (parts == 0)
+        multiply_parts<T, false>(here, scales + by, parts, lean, more, acc);
+    else
+        multiply_parts<T, true>(here, scales + by, parts, lean, more, acc);
     release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 

@@ -7,7 +7,8 @@ those of 4 bits, the logarithm of its unit, and its outliers by record (decode.c
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 
 from billfish.errors import UserError
 from billfish.formats import layout
-from billfish.schemes.base import Tensors
+from billfish.schemes.base import Tensors, together
 from billfish.schemes.w2416.cuda import outliers
 from billfish.schemes.w2416.scheme import W2416, pack_bands, unpack_bands, unpack_base
 from billfish.schemes.w2416.shares import BAND, GROUP
@@ -131,6 +132,29 @@ def unpack(scheme: W2416, packed: Packed) -> dict[str, Tensor]:
         **outliers.unpack(shape, packed.columns, records[:, shape.lists_at + HEAD :], packed.ranks),
     }
     return {name: made[name] for name in scheme.tensors(shape.n, shape.k, shape.dtype)}
+
+
+def joined(layers: Sequence[Packed]) -> tuple[Packed, list[Packed]]:
+    """Layers of one order of inputs as one, and each as a view of it."""
+    words = max(layer.records.shape[1] for layer in layers)  # lists of outliers differ in length
+    records, each = together([pad(p.records, (0, words - p.records.shape[1])) for p in layers])
+    ranks, unused = ([getattr(layer, name) for layer in layers] for name in ("ranks", "unused"))
+    if any(rank is not None for rank in ranks):
+        known = next(rank for rank in ranks if rank is not None)
+        index = torch.arange(known.shape[-1], dtype=known.dtype, device=known.device)
+        ranks = [
+            index.expand(p.shape.n // BAND, p.shape.parts, -1) if p.ranks is None else p.ranks
+            for p in layers
+        ]
+    rank, rank_of = together(ranks) if ranks[0] is not None else (None, ranks)
+    scale, scale_of = together(unused) if unused[0] is not None else (None, unused)
+    shape = replace(layers[0].shape, n=sum(layer.shape.n for layer in layers))
+    columns = layers[0].columns
+    parts = [
+        Packed(layer.shape, each[i], columns, rank_of[i], scale_of[i])
+        for i, layer in enumerate(layers)
+    ]
+    return Packed(shape, records, columns, rank, scale), parts
 
 
 # -- the order of inputs

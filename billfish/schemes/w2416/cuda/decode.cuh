@@ -15,12 +15,12 @@
 // blocks fit on an SM.
 #pragma once
 
-#include "billfish/mixed.cuh"
+#include "billfish/outliers.cuh"
 #include "billfish/share.cuh"
 
 namespace billfish {
 
-constexpr int kListWarps = 2, kFirstListWarp = 2;
+constexpr int kFirstListWarp = 2;
 constexpr int kFirstMixedWarp = kFirstListWarp + kListWarps;
 constexpr int kMixedThreads = 32 * (kFirstMixedWarp + kMathWarps);
 constexpr int kReaders = kListWarps + kMathWarps;  // warps that read a stage
@@ -39,114 +39,19 @@ struct MixedStage {
 // Shared memory: [barriers, 256 B][stages][sums]. tile.py counts the same.
 constexpr int kMixedBarrierBytes = 256;
 
-// A layer's records: of each band those of 2 bits, those of 4 bits, and outliers: `kHead` words, of
-// which the first is log2 of the band's unit; where the list of each record begins, in groups of 8,
-// and their end; the groups. Rows of a group are distinct. An outlier is value << 16 | kThere |
-// row << 8 | column of the record. columns[i] is the column of x with which group i of 16 inputs of
-// the records begins, -1 for none.
-constexpr int kHead = 8, kListGroup = 8;
-constexpr u32 kThere = 0x8000;
-
-struct MixedLayer {
-    const unsigned char* records;
-    const int* columns;
-    int n, k, two, four, sets, band_words;  // tiles along k of either kind; words of a band
-    BILLFISH_DEVICE int four_bytes() const {
-        return kFourScales + sets * kFourSetBytes + kFourMarkBytes;
-    }
-    BILLFISH_DEVICE const unsigned char* band(int index) const {
-        return records + static_cast<u64>(index) * band_words * 4;
-    }
-    BILLFISH_DEVICE const u32* lists(int index) const {
-        return reinterpret_cast<const u32*>(band(index) + two * kTwoBytes + four * four_bytes());
-    }
-    BILLFISH_DEVICE int list_words() const { return (two + four + kListGroup) / 8 * 8; }
-};
-
 #if __CUDA_ARCH__ >= 900
 
-// x of one slice, kInputs of it from group `group` of columns on, 32 lanes side by side.
+// kInputs of x for each of m tokens, a chunk of 8 a lane; `column` is the lane's own, -1: zeros.
 template <int kInputs, int kTokens>
 BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, int lane) {
     constexpr int kLanes = kInputs / 8, kAbreast = 32 / kLanes;
-    const int chunk = lane % kLanes, first = lane / kLanes;
+    const int chunk = lane % kLanes;
     const u32 bytes = column < 0 ? 0 : 16;
-    const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8);
-#pragma unroll
-    for (int i = 0; i < kTokens; i += kAbreast) {
-        if (i < m)
-            copy_async_16(to + x_smem_offset<kTokens>(i + first, chunk),
-                          from + static_cast<u64>(min(i + first, m - 1)) * k, bytes);
-    }
+    const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8) + lane / kLanes * k;
+#pragma unroll 4
+    for (int token = lane / kLanes; token < m; token += kAbreast, from += kAbreast * k)
+        copy_async_16(to + x_smem_offset<kTokens>(token, chunk), from, bytes);
 }
-
-// The lists of one stage that a list warp adds, kMine records of its own bands. Two warps never
-// have the same outputs.
-template <class T, int kTokens, int kBands>
-struct Outliers {
-    static constexpr int kSlices = 4 / kBands, kOwn = kBands > 1 ? kBands / kListWarps : 1;
-    static constexpr int kMine = kOwn * kSlices;
-    static constexpr int kLanes = kTokens / 2, kAbreast = 32 / kLanes;  // lanes of an outlier
-    u32 edges = 0;          // lanes 2 i and 2 i + 1: groups of record i
-    u32 entries[kMine];     // the first 32 of each
-
-    // Where the lists are of the records that begin at slice `slice` of `span` of a segment, whose
-    // first tile is `tile`.
-    BILLFISH_DEVICE void find(const MixedLayer& layer, int first_band, int have, int warp, int lane,
-                              int tile, int slice, int span) {
-        const int i = lane / 2, band = warp * kOwn + i / kSlices, sub = i % kSlices;
-        const bool there = i < kMine && band < have && slice + sub < span;
-        edges = there ? layer.lists(first_band + band)[kHead + tile + slice + sub + lane % 2] : 0;
-    }
-    BILLFISH_DEVICE const u32* list(const MixedLayer& layer, int first_band, int warp, int i) const {
-        return layer.lists(first_band + warp * kOwn + i / kSlices) + kHead + layer.list_words();
-    }
-    BILLFISH_DEVICE void fetch(const MixedLayer& layer, int first_band, int warp, int lane) {
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
-            const u32 at = begin * kListGroup + lane;
-            entries[i] = at < end * kListGroup ? list(layer, first_band, warp, i)[at] : 0;
-        }
-    }
-    // Adds outlier * x to sums; returns a number that depends on all of x that it has read. `x_step`
-    // is the bytes of x of a slice.
-    BILLFISH_DEVICE float add(const MixedLayer& layer, int first_band, int warp, int lane, u32 x,
-                              int x_step, u32 sums, int m) const {
-        const int token = lane % kLanes * 2;
-        float seen = 0;
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
-            const u32 slice = x + i % kSlices * x_step + token * kXLine;
-            const u32 rows = sums + (warp * kOwn + i / kSlices) * kRecordN * kTokens * 4 + token * 4;
-            u32 some = entries[i];
-            for (u32 group = begin; group < end; group += 4) {
-                const u32 at = (group + 4) * kListGroup + lane;
-                const u32 next = at < end * kListGroup ? list(layer, first_band, warp, i)[at] : 0;
-                for (u32 first = 0; first < 32 && group + first / 8 < end; first += kAbreast) {
-                    const u32 one = shuffle(some, first + lane / kLanes);
-                    if (one & kThere && token < m) {
-                        const u32 column = one & 255, row = one >> 8 & 63;
-                        const u32 from = slice + column / 64 * kTokens * kXLine +
-                                         (column % 64 * 2 ^ token % 8 * 16);
-                        const float a = T::to_float(load_smem_2(from));
-                        const float b = T::to_float(load_smem_2((from + kXLine) ^ 16));
-                        const float value = T::to_float(one >> 16);
-                        const u32 to = rows + row * kTokens * 4;
-                        const uint2 old = load_smem_8(to);
-                        store_smem_8(to, fmaf(value, a, __uint_as_float(old.x)),
-                                     fmaf(value, b, __uint_as_float(old.y)));
-                        seen += a + b;
-                    }
-                    __syncwarp();  // the next group may have the same rows
-                }
-                some = next;
-            }
-        }
-        return seen;
-    }
-};
 
 #endif
 
@@ -317,21 +222,22 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     dependency_wait();  // rather than polling a barrier until x arrives
     for (int pass = 0; pass < Share(n, tiles_2).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
-        int unit = 0;  // log2 of it
-        {
+        const auto unit = [&] {  // log2 of it; read again: kept, it would cost a register
             const Share share(n, tiles_2);
             const int passes = share.passes(kBands), begin = share.before(pass, passes);
-            const int band = Me().band;
-            if (band < share.before(pass + 1, passes) - begin)
-                unit = static_cast<int>(layer.lists(share.first_band + begin + band)[0]);
-        }
+            const int band = min(Me().band, share.before(pass + 1, passes) - begin - 1);
+            return static_cast<int>(*layer.lists(share.first_band + begin + band));
+        };
         const auto run = [&](int tiles, auto multiply) {
-            const Share share(n, tiles);
-            const Me me;
-            const int passes = share.passes(kBands);
-            const int have = share.before(pass + 1, passes) - share.before(pass, passes);
-            int rounds = (share.span + kSlices - 1) / kSlices;  // and those with work for this warp:
-            int mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
+            int rounds, mine;  // stages, and those in which this warp has work
+            {
+                const Share share(n, tiles);
+                const Me me;
+                const int passes = share.passes(kBands);
+                const int have = share.before(pass + 1, passes) - share.before(pass, passes);
+                rounds = (share.span + kSlices - 1) / kSlices;
+                mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
+            }
             for (; rounds > 0; --rounds, --mine) {
                 const auto release = [&](float seen) {
                     __syncwarp();
@@ -339,35 +245,43 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 };
                 barrier_wait(full + 8 * slot.index, slot.parity);
                 if (mine > 0)
-                    multiply(ring + slot.index * Stage::kBytes, release);
+                    multiply(slot.index * Stage::kBytes, release);
                 else
                     release(0);
                 slot.advance(stages);
             }
         };
-        run(tiles_2, [&](u32 stage, auto release) {
+        {
             const Me me;
-            multiply_two<T, kZero, kStep, kTokens>(
-                stage + (me.band * kSlices + me.sub) * kTwoBytes,
-                stage + Stage::kX + me.sub * 2 * x_bytes(kTokens), me.within % 2, me.lane,
-                power<T>(unit + Scaled<T>::kPlus), acc, release);
-        });
-        run(tiles_4, [&](u32 stage, auto release) {
+            const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
+                                   ring + Stage::kX + me.sub * 2 * x_bytes(kTokens), me.within % 2,
+                                   me.lane);
+            const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
+            run(tiles_2, [&](u32 by, auto release) {
+                multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc, release);
+            });
+        }
+        {
             const Me me;
-            const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
+            const u32 record = ring + (me.band * kSlices + me.sub) * layer.four_bytes();
+            const auto places = LanePlaces<kTokens>::template of<void>(
+                record, ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
+            const u32 scales = record + kFourScales + me.within % 2 * 64 + me.lane / 4 * 8;
+            const u32 marks = record + kFourScales + sets * kFourSetBytes;
+            const int plus = unit() + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
-            multiply_four<T, kTokens>(stage + (me.band * kSlices + me.sub) * layer.four_bytes(),
-                                      stage + Stage::kX + me.sub * x_bytes(kTokens), sets,
-                                      me.within % 2, me.lane, lean, more, acc, release);
-        });
+            run(tiles_4, [&](u32 by, auto release) {
+                multiply_four<T, kTokens>(places, scales, marks, by, lean, more, acc, release);
+            });
+        }
 
         const Share share(n, tiles_2);
         const Me me;
         const int passes = share.passes(kBands);
         const int have = share.before(pass + 1, passes) - share.before(pass, passes);
         const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
-        const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
+        const float real = __uint_as_float(127 - unit() << 23);  // 1 / unit
         sync_some<kStop, 32 * kReaders>();
         float seen = 0;
 #pragma unroll

@@ -124,7 +124,8 @@ def _index_in_run(sorted_keys: Tensor) -> Tensor:
     _, counts = torch.unique_consecutive(sorted_keys, return_counts=True)
     begins = counts.cumsum(0) - counts
     index = torch.arange(len(sorted_keys), device=sorted_keys.device)
-    return index - begins.repeat_interleave(counts)
+    found: Tensor = index - begins.repeat_interleave(counts)
+    return found
 
 
 def _slots(of: Tensor, turns: Tensor, row: Tensor) -> Tensor:
