@@ -2,7 +2,7 @@
 // warp's product with half of one (schemes/w2416/cuda/arrange.py writes them).
 //
 //     64 outputs x 256 inputs of 2 bits, 4992 B: a lane owns whole groups of 16 inputs
-//       4096 B   codes        [half (2)][k64 (4)][lane (32)][brick (2)][row r, row r + 8]
+//       4096 B   codes        [k64 (4)][half (2)][lane (32)][brick (2)][row r, row r + 8]
 //        512 B   scale codes  [half][lane][k64][brick]   rows r and r + 8, 4 bits each
 //        256 B   zeros        the same, 2 bits each
 //        128 B   bases        [half][lane % 4][k64][brick]   16 bits, for 16 outputs
@@ -88,15 +88,17 @@ BILLFISH_DEVICE u32 shifted(u32 word, int right) {
     return right < 0 ? word << -right : word >> right;
 }
 
-// Addresses of a lane's operands of a record, computed once a pass. A warp takes one half of it.
+// Addresses of a lane's operands of a record, computed once a pass. A warp takes half `warp % 2`.
 struct TwoPlaces {
-    u32 words, codes, zeros, bases, x;
-    BILLFISH_DEVICE TwoPlaces(u32 record, u32 x, int half, int lane)
-        : words(record + half * 2048 + lane * 16),
-          codes(record + kTwoScales + half * 256 + lane * 8),
-          zeros(record + kTwoZeros + half * 128 + lane * 4),
-          bases(record + kTwoBases + half * 64 + lane % 4 * 16),
-          x(x + lane / 4 * kXLine + ((lane % 4 * 2 ^ lane / 4) << 4)) {}
+    u32 words, x;
+    BILLFISH_DEVICE TwoPlaces(u32 record, u32 x, u32 thread)
+        : words(record + thread % 64 * 16),
+          x(x + thread % 32 / 4 * kXLine + ((thread % 4 * 2 ^ thread % 32 / 4) << 4)) {}
+    BILLFISH_DEVICE u32 codes(u32 thread) const { return words + kTwoScales - thread % 64 * 8; }
+    BILLFISH_DEVICE u32 zeros(u32 thread) const { return words + kTwoZeros - thread % 64 * 12; }
+    BILLFISH_DEVICE u32 bases(u32 thread) const {
+        return words + kTwoBases - thread % 64 * 16 + thread % 64 / 32 * 64 + thread % 4 * 16;
+    }
 };
 
 // acc (32 outputs x kTokens) += unit * weights (32 outputs x 256 inputs of 2 bits) * x^T. `by` is
@@ -110,14 +112,16 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
     constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
     constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16
     static_assert(kStep > 0 && 16 * kStep > kZero && 16 * kStep * D::kUnits < 2048, "subnormal");
-    const uint2 codes = load_smem_8(places.codes + by);
-    const u32 zeros = load_smem_4(places.zeros + by);
-    const uint4 bases = load_smem_16(places.bases + by);
+    const u32 thread = kTokens > 8 ? thread_index() : threadIdx.x;  // kept, it costs registers
+    const uint2 codes = load_smem_8(places.codes(thread) + by);
+    const u32 zeros = load_smem_4(places.zeros(thread) + by);
+    const uint4 bases = load_smem_16(places.bases(thread) + by);
     const u32 base_of[4] = {bases.x, bases.y, bases.z, bases.w};
     const u32 words = places.words + by, mine = places.x + by;
 #pragma unroll
     for (int k64 = 0; k64 < 4; ++k64) {
-        const uint4 v = load_smem_16(words + k64 * 512);
+        if (kTokens > 8 && k64 > 0) __syncwarp();  // limits what ptxas hoists; without it, it spills
+        const uint4 v = load_smem_16(words + k64 * 1024);
         const u32 word[2][2] = {{v.x, v.y}, {v.z, v.w}};
         // Second-order scales: (code + offset) * base, exact before its one rounding.
         const u32 base = T::mul(D::base(base_of[k64]), lean);

@@ -73,9 +73,11 @@ struct Outliers {
             const u32 slice = x + i % kSlices * x_step + token * kXLine;
             const u32 rows = sums + (warp * kOwn + i / kSlices) * kRecordN * kTokens * 4 + token * 4;
             u32 some = entries[i];
+#pragma unroll 1
             for (u32 group = begin; group < end; group += 4) {
                 const u32 at = (group + 4) * kListGroup + lane;
                 const u32 next = at < end * kListGroup ? list(layer, first_band, warp, i)[at] : 0;
+#pragma unroll 1
                 for (u32 first = 0; first < 32 && group + first / 8 < end; first += kAbreast) {
                     const u32 one = shuffle(some, first + lane / kLanes);
                     if (one & kThere && token < m) {

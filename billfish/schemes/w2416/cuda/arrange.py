@@ -187,7 +187,7 @@ def _two(shape: Shape, tensors: Tensors) -> Tensor:  # (bands, words)
         wide = pad(values, (0, shape.tiles_2 * TWO_GROUPS - values.shape[1], 0, -len(values) % N))
         return wide.view(-1, 2, 2, 2, 8, shape.tiles_2, 4, 4)
 
-    words = rows(_apart(tensors["weight_packed"])).permute(0, 5, 1, 6, 4, 7, 2, 3)
+    words = rows(_apart(tensors["weight_packed"])).permute(0, 5, 6, 1, 4, 7, 2, 3)
     codes = rows(unpack_bands(tensors["scale_code"], 4)).permute(0, 5, 1, 4, 7, 6, 2, 3)
     # two words of a lane, each [lower][k64 % 2][brick]
     codes = codes.reshape(*codes.shape[:5], 2, 2, 2, 2).permute(0, 1, 2, 3, 4, 5, 8, 6, 7)
@@ -212,7 +212,7 @@ def _two_back(shape: Shape, records: Tensor) -> dict[str, Tensor]:
     def canonical(lanes: Tensor) -> Tensor:  # [band, half, brick, lower, r, tile, k64, c] -> (n, g)
         return lanes.reshape(-1, shape.tiles_2 * TWO_GROUPS)[: shape.n, :groups].contiguous()
 
-    words = words.view(shape.bands, shape.tiles_2, 2, 4, 8, 4, 2, 2).permute(0, 2, 6, 7, 4, 1, 3, 5)
+    words = words.view(shape.bands, shape.tiles_2, 4, 2, 8, 4, 2, 2).permute(0, 3, 6, 7, 4, 1, 2, 5)
     lanes = layout.unpack_stream(codes, 4).view(shape.bands, shape.tiles_2, 2, 8, 4, 2, 2, 2, 2)
     lanes = lanes.permute(0, 1, 2, 3, 4, 5, 7, 8, 6).flatten(5, 6)  # half, r, c, k64, brick, lower
     code = canonical(lanes.permute(0, 2, 6, 7, 3, 1, 5, 4))

@@ -23,6 +23,7 @@ namespace billfish {
 constexpr int kFirstListWarp = 2;
 constexpr int kFirstMixedWarp = kFirstListWarp + kListWarps;
 constexpr int kMixedThreads = 32 * (kFirstMixedWarp + kMathWarps);
+static_assert(kFirstMixedWarp % 2 == 0, "TwoPlaces");
 constexpr int kReaders = kListWarps + kMathWarps;  // warps that read a stage
 constexpr int kMostSets = 8;  // of scales in a record of 4 bits: it has 8 groups of inputs
 
@@ -254,8 +255,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         {
             const Me me;
             const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
-                                   ring + Stage::kX + me.sub * 2 * x_bytes(kTokens), me.within % 2,
-                                   me.lane);
+                                   ring + Stage::kX + me.sub * 2 * x_bytes(kTokens), threadIdx.x);
             const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
             run(tiles_2, [&](u32 by, auto release) {
                 multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc, release);

@@ -36,7 +36,7 @@ w2416_panel(const unsigned char* __restrict__ records, const int* __restrict__ c
     for (int i = thread; i < 1024; i += kPanelThreads) {
         const u32 word = words[i];
         if (two) {
-            const int half = i / 512, k64 = i / 128 % 4, lane = i / 4 % 32;
+            const int k64 = i / 256, half = i / 128 % 2, lane = i / 4 % 32;
             const int brick = i / 2 % 2, lower = i % 2, block = k64 * 2 + brick;
             const u32 codes = words[kTwoScales / 4 + half * 64 + lane * 2 + block / 4];
             const u32 zeros = words[kTwoZeros / 4 + half * 32 + lane];
