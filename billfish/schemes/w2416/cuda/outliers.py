@@ -56,12 +56,14 @@ def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tenso
     tile, inside = _place(shape, columns, column)
     band, row = row // ROWS, row % ROWS
     entry, of = value << 16 | THERE | row << 8 | inside, band * shape.tiles + tile
-    # In a list: one entry of each of its rows, then a second one of those that have more.
+    # In a list: one entry of each of its rows, then a second one of those that have more. Rows with
+    # many come first, so that the next of a row is rarely in the same group.
     first = torch.argsort(of * ROWS + row, stable=True)
-    turn = torch.empty_like(first)
+    turn, left = torch.empty_like(first), torch.empty_like(first)
     turn[first] = _index_in_run((of * ROWS + row)[first])
+    left[first] = _index_in_run((of * ROWS + row)[first.flip(0)]).flip(0)
     turns = int(turn.max()) + 1 if len(turn) else 1
-    order = torch.argsort((of * turns + turn) * ROWS + row)
+    order = torch.argsort(((of * turns + turn) * turns + turns - 1 - left) * ROWS + row)
     entry, of, turn, row = entry[order], of[order], turn[order], row[order]
 
     slot = _slots(of, of * turns + turn, row)
