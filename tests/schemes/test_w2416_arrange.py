@@ -175,7 +175,7 @@ def read(packed):
     [
         (W2416(2.91), 80, 96, FP16),
         (W2416(3.3, 0.005), 16, 1056, BF16),  # parts of 33 groups
-        (W2416(2.6), 16, 2048, FP16),  # a record with scales of four parts
+        (W2416(2.6), 16, 1024, FP16),  # a record with scales of two parts
         (W2416(3.9, 0.02), 48, 304, BF16),
         (W2416(3.0, 0.0), 32, 272, FP16),
     ],

@@ -120,7 +120,8 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
     const u32 words = places.words + by, mine = places.x + by;
 #pragma unroll
     for (int k64 = 0; k64 < 4; ++k64) {
-        if (kTokens > 8 && k64 > 0) __syncwarp();  // limits what ptxas hoists; without it, it spills
+        // limits what ptxas hoists; without it, it spills
+        if (kTokens > 8 && k64 > 0) __syncwarp();
         const uint4 v = load_smem_16(words + k64 * 1024);
         const u32 word[2][2] = {{v.x, v.y}, {v.z, v.w}};
         // Second-order scales: (code + offset) * base, exact before its one rounding.
@@ -171,8 +172,8 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
 }
 
 // The same with 32 outputs x 128 inputs of 4 bits, codes 0 to 15 for -8 to 7. `scales` is the
-// address of the lane's first ones. `lean` times `more` is power(kPlusFour + log2 unit), and less by
-// kLower for rows r + 8. kParts: whether the record has several parts of k, at `marks`.
+// address of the lane's first ones. `lean` times `more` is power(kPlusFour + log2 unit), and
+// 2^kLower times that for rows r + 8. kParts: the record has several parts of k (`marks`).
 template <class T, bool kParts, int kTokens>
 BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scales, u32 marks,
                                     u32 lean, u32 more, float (&acc)[2][kTokens / 8][4]) {
@@ -181,7 +182,8 @@ BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scale
     const auto next_part = [&] {
         const uint2 bits = load_smem_8(scales);
         scales += kFourSetBytes;
-        scale[0] = T::mul(T::mul(bits.x, lean), more), scale[1] = T::mul(T::mul(bits.y, lean), more);
+        scale[0] = T::mul(T::mul(bits.x, lean), more);
+        scale[1] = T::mul(T::mul(bits.y, lean), more);
         zero[0] = T::mul(scale[0], D::kEights), zero[1] = T::mul(scale[1], D::kEights);
     };
     next_part();

@@ -78,7 +78,9 @@ struct Sums {
     static constexpr int kSlices = 4 / kBands, kParts = kCluster * kSlices;
     static constexpr int kBytes = kSlices * kBands * kRecordN * kTokens * 4;
 
-    static BILLFISH_DEVICE u32 expected(int rows, int m) { return kParts * rows * ((m + 1) / 2) * 8; }
+    static BILLFISH_DEVICE u32 expected(int rows, int m) {  // bytes that a block is sent
+        return kParts * rows * ((m + 1) / 2) * 8;
+    }
 
     // A warp's sums to their owners; `finish(sum, lower)` is what is sent.
     template <class Worker, class Finish>
@@ -105,11 +107,10 @@ struct Sums {
     }
 
     // Adds the parts of this block's rows, output `first` and on, and stores the results. `gated`:
-    // of every 2 kRun rows the first kRun are gates and the others their ups, and `out` is (m, n /
-    // 2).
+    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results.
     template <class T, int kRun, class Worker>
-    static BILLFISH_DEVICE void store(u32 buffer, const u16* bias, u16* out, const Worker& me, int m,
-                                      int n, int first, int rows, bool gated) {
+    static BILLFISH_DEVICE void store(u32 buffer, const u16* bias, u16* out, const Worker& me,
+                                      int m, int n, int first, int rows, bool gated) {
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows) continue;  // all lanes: rows are a multiple of 32

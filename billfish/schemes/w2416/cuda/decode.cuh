@@ -5,8 +5,8 @@
 //
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
 //                  previous kernel has ended (PDL), since weights do not depend on it
-//     warp 1       producer: activations of each stage, once the previous kernel has ended, gathered
-//                  into the order of the records: groups of 16 inputs, 32 bytes each
+//     warp 1       producer: activations of each stage, once the previous kernel has ended,
+//                  gathered into the order of the records: groups of 16 inputs, 32 bytes each
 //     warps 2, 3   outliers of each stage, from x in shared memory, into fp32 sums there
 //     warps 4-11   consumers: 32 outputs x 256 (2 bits) or 128 (4 bits) inputs at a time
 //
@@ -56,8 +56,8 @@ BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, in
 
 #endif
 
-// `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others their
-// ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh.
+// `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others
+// their ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh.
 template <class T, int kZero, int kStep, int kTokens, int kBands>
 __global__ void __launch_bounds__(kMixedThreads, 2)
 w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ columns,
@@ -76,7 +76,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     const u32 full = base, empty = base + 64, reduced = base + 128, ready = base + 136;
     const u32 unread = base + 144;  // where a block's word lands that it may be sent sums
     const u32 ring = base + kMixedBarrierBytes, sums = ring + stages * Stage::kBytes;
-    const MixedLayer layer{records, columns, n, k, tiles_2, tiles_4, sets, band_words};
+    const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
@@ -138,14 +138,14 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
 #pragma unroll 1
                 for (int kind = 0; kind < 2; ++kind) {
                     const int groups = kind ? 8 : 16, span = kind ? four.span : two.span;
-                    const int chunk = lane % (2 * groups), first = kind ? four.k_begin : two.k_begin;
-                    const int* table = columns + (kind ? tiles_2 * 16 : 0) + first * groups;
+                    const int* table = columns + (kind ? tiles_2 * 16 + four.k_begin * groups
+                                                       : two.k_begin * groups);
                     for (int slice = 0; slice < span; slice += kSlices) {
                         int column[kSlices];
 #pragma unroll
                         for (int sub = 0; sub < kSlices; ++sub)
                             column[sub] = slice + sub < span
-                                              ? table[(slice + sub) * groups + chunk / 2]
+                                              ? table[(slice + sub) * groups + lane / 2 % groups]
                                               : -1;
                         barrier_wait(empty + 8 * slot.index, slot.parity);
                         const u32 to = ring + slot.index * Stage::kBytes + Stage::kX;
@@ -183,35 +183,31 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const int band = two.first_band + begin;
             const auto find = [&](Lists& lists, int stage) {
                 if (stage < few)
-                    lists.find(layer, band, have, own, lane, two.k_begin, stage * kSlices, two.span);
+                    lists.find(have, two.k_begin, stage * kSlices, two.span);
                 else
-                    lists.find(layer, band, have, own, lane, tiles_2 + four.k_begin,
-                               (stage - few) * kSlices, four.span);
+                    lists.find(have, tiles_2 + four.k_begin, (stage - few) * kSlices, four.span);
             };
-            constexpr int kRows = Lists::kOwn * kRecordN;
-            if (own * Lists::kOwn < kBands) {
-                const float zeros[4] = {};
-                for (int i = lane; i < kRows * kTokens / 4; i += 32)
-                    store_smem_16(sums + own * kRows * kTokens * 4 + i * 16, zeros);
-            }
+            constexpr int kSumsBytes = Lists::kRegions * Lists::kRegionBytes;
+            const u32 mine = sums + own * kSumsBytes;
+            const float zeros[4] = {};
+            for (int i = lane * 16; i < kSumsBytes; i += 32 * 16) store_smem_16(mine + i, zeros);
             __syncwarp();
             // Places are known two stages ahead, entries one: both come from memory.
-            Lists here, next;
+            Lists here(layer, band, own, lane), next = here, later = here;
             find(here, 0);
             find(next, 1);
-            here.fetch(layer, band, own, lane);
+            here.fetch();
             for (int stage = 0; stage < all; ++stage) {
-                next.fetch(layer, band, own, lane);
-                Lists later;
+                next.fetch();
                 find(later, stage + 2);
                 barrier_wait(full + 8 * slot.index, slot.parity);
                 const u32 at = ring + slot.index * Stage::kBytes + Stage::kX;
-                const float seen = here.add(layer, band, own, lane, at,
-                                            (stage < few ? 2 : 1) * x_bytes(kTokens), sums, m);
+                const float seen =
+                    here.add(at, (stage < few ? 2 : 1) * x_bytes(kTokens), mine, m);
                 __syncwarp();
                 barrier_arrive_after(empty + 8 * slot.index, seen, lane == 0);
                 slot.advance(stages);
-                here = next, next = later;
+                here.take(next), next.take(later);
             }
             sync_some<kStop, 32 * kReaders>();
             if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
@@ -289,10 +285,11 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
                 float(&sum)[4] = acc[i / 2][block];
-                uint2 more = {0, 0};
-                if (me.sub == 0 && me.band < have)
-                    more = load_smem_8(sums + ((me.within * 32 + i * 8 + me.lane / 4) * kTokens +
-                                               block * 8 + me.lane % 4 * 2) * 4);
+                uint2 more = {0, 0};  // of one band: both list warps have sums for all its rows
+                const int row = (kBands == 1 ? me.sub * kRecordN : 0) + me.within * 32 + i * 8;
+                if (me.sub < (kBands == 1 ? kListWarps : 1) && me.band < have)
+                    more = load_smem_8(sums + ((row + me.lane / 4) * kTokens + block * 8 +
+                                               me.lane % 4 * 2) * 4);
                 float &a = sum[i % 2 * 2], &b = sum[i % 2 * 2 + 1];
                 a = fmaf(a, real, __uint_as_float(more.x));
                 b = fmaf(b, real, __uint_as_float(more.y));
@@ -310,7 +307,8 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         }
         barrier_wait(ready, pass & 1);
         if (me.band < have)
-            Exchange::send(acc, sums, reduced, me, rank, rows, m, [](float sum, bool) { return sum; });
+            Exchange::send(acc, sums, reduced, me, rank, rows, m,
+                           [](float sum, bool) { return sum; });
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
         barrier_wait(reduced, pass & 1);
         Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, rows, gated);

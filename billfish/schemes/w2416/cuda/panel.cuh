@@ -1,6 +1,6 @@
 // w2416_panel: records -> decoded weights (rows, k) in the activations' type, columns in x's order,
-// each rounded once, outliers added before. For products of many tokens by a library's GEMM; and the
-// simplest reader of records.
+// each rounded once, outliers added before. For products of many tokens by a library's GEMM; and
+// the simplest reader of records.
 #pragma once
 
 #include "billfish/outliers.cuh"
@@ -26,7 +26,7 @@ w2416_panel(const unsigned char* __restrict__ records, const int* __restrict__ c
     const u32 tile = smem_address(smem);
     const int index = blockIdx.x, thread = threadIdx.x;
     const bool two = index < tiles_2;
-    const MixedLayer layer{records, columns, rows, k, tiles_2, tiles_4, sets, band_words};
+    const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
     const unsigned char* record =
         layer.band(blockIdx.y) +
         (two ? index * kTwoBytes : tiles_2 * kTwoBytes + (index - tiles_2) * layer.four_bytes());

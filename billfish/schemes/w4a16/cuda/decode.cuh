@@ -176,8 +176,8 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         }
 
         // With two buffers a block can be one pass ahead: all its warps have read a buffer before
-        // any sends sums of the next pass, and whoever writes that buffer again has sums of the next
-        // pass from both blocks (tests/kernels/test_decode_protocol.py).
+        // any sends sums of the next pass, and whoever writes that buffer again has sums of the
+        // next pass from both blocks (tests/kernels/test_decode_protocol.py).
         using Exchange = Sums<kTokens, kBands>;
         const Share share(n, k_tiles);
         const Worker<kWarpsN, kFirstMathWarp> me;
