@@ -88,8 +88,8 @@ def run(program, packed, m, grid, stages, smem, x, bias=None, seed=1, gated=Fals
     return torch.frombuffer(bytearray(ran.stdout), dtype=shape.dtype)
 
 
-def product(compiled, packed, x, bias, seed, text=None, gated=False):
-    gpu = Gpu(0, "emulated", "sm_90a", 4, 232448, 233472, 0)
+def product(compiled, packed, x, bias, seed, text=None, gated=False, sms=4):
+    gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
     how = tile.pick_tile(len(x), packed.shape.n, gpu)
     names = (TYPES[x.dtype], *SIXTEENTHS, how.tokens, how.bands)
     program = compiled("decode", ",".join(map(str, names)), text)
@@ -142,6 +142,16 @@ def test_tokens_do_not_change_a_row(compiled):
     packed = arrange.pack(scheme, tensors)
     few, many = (product(compiled, packed, x[:m], None, 2) for m in (2, 9))
     assert torch.equal(few, many[:2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("sms", [6, 8])  # three clusters, four: every output belongs to one
+def test_any_number_of_clusters(sms, compiled):
+    scheme = W2416(2.91)
+    tensors, x, _ = layer(scheme, 112, 96, FP16)
+    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:8])
+    y = product(compiled, packed, x[:8], None, 2, sms=sms)
+    assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
 
 
 @needs_compiler

@@ -51,6 +51,21 @@ struct Share {
     BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
 };
 
+// Where an SM gets two clusters, they are c and c + C / 2: the two divide what is an SM's part of
+// the outputs. By their own indices both may have more than others (448 bands: 8 bands on one SM, 6
+// on another; here 7 and 6).
+struct PairedShare : Share {
+    BILLFISH_DEVICE PairedShare(int n, int k_tiles) : Share(n, k_tiles) {
+        const u32 total = (n + kRecordN - 1) / kRecordN;
+        const u32 pairs = cluster_count() / 2, index = cluster_index();
+        if (cluster_count() % 2) return;  // as many SMs: one cluster each
+        const u32 pair = index % pairs, odd = index >= pairs;
+        const int begin = total * pair / pairs, both = total * (pair + 1) / pairs - begin;
+        first_band = begin + (odd ? both / 2 : 0);
+        bands = odd ? both - both / 2 : both / 2;
+    }
+};
+
 // A math warp: slice `sub` of a stage, the `within`-th 32 outputs. Recomputed like Share.
 template <int kWarpsN, int kFirstMathWarp>
 struct Worker {

@@ -93,7 +93,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     cluster_arrive();
 
     if (warp < kFirstListWarp) {
-        const Share two(n, tiles_2), four(n, tiles_4);
+        const PairedShare two(n, tiles_2), four(n, tiles_4);
         const int passes = two.passes(kBands);
         Slot slot;
         slot.parity = 1;  // the first round finds every slot empty
@@ -171,7 +171,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     Slot slot;
     if (warp < kFirstMixedWarp) {
         using Lists = Outliers<T, kTokens, kBands>;
-        const Share two(n, tiles_2), four(n, tiles_4);
+        const PairedShare two(n, tiles_2), four(n, tiles_4);
         const int passes = two.passes(kBands), own = warp - kFirstListWarp;
         const int few = (two.span + kSlices - 1) / kSlices;  // stages of 2 bits
         const int all = few + (four.span + kSlices - 1) / kSlices;
@@ -217,10 +217,10 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
 
     cluster_wait();     // the other block's barriers must exist before the first remote store
     dependency_wait();  // rather than polling a barrier until x arrives
-    for (int pass = 0; pass < Share(n, tiles_2).passes(kBands); ++pass) {
+    for (int pass = 0; pass < PairedShare(n, tiles_2).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
         const auto unit = [&] {  // log2 of it; read again: kept, it would cost a register
-            const Share share(n, tiles_2);
+            const PairedShare share(n, tiles_2);
             const int passes = share.passes(kBands), begin = share.before(pass, passes);
             const int band = min(Me().band, share.before(pass + 1, passes) - begin - 1);
             return static_cast<int>(*layer.lists(share.first_band + begin + band));
@@ -228,7 +228,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         const auto run = [&](int tiles, auto multiply) {
             int rounds, mine;  // stages, and those in which this warp has work
             {
-                const Share share(n, tiles);
+                const PairedShare share(n, tiles);
                 const Me me;
                 const int passes = share.passes(kBands);
                 const int have = share.before(pass + 1, passes) - share.before(pass, passes);
@@ -272,7 +272,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             });
         }
 
-        const Share share(n, tiles_2);
+        const PairedShare share(n, tiles_2);
         const Me me;
         const int passes = share.passes(kBands);
         const int have = share.before(pass + 1, passes) - share.before(pass, passes);
