@@ -126,8 +126,7 @@ def mixed():
     yield "kFourSetBytes", 4 * mixed_arrange.SET_WORDS
     yield "kFourMarkBytes", 4 * mixed_arrange.MARK_WORDS
     yield "kHead", mixed_arrange.HEAD
-    yield "kListGroup", outliers.LIST_GROUP
-    yield "kThere", outliers.THERE
+    yield "kAgain", outliers.AGAIN
     for m, share in itertools.product((8, 16), (1, 2, 4, 9)):
         how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, H200)
         stage = f"MixedStage<{how.tokens}, {how.bands}>::kBytes"

@@ -7,12 +7,12 @@
 namespace billfish {
 
 // A layer's records: of each band those of 2 bits, those of 4 bits, and outliers: `kHead` words, of
-// which the first is log2 of the band's unit; where the list of each record begins, in groups of 8,
-// and their end; the groups. Rows of a group are distinct. An outlier is value << 16 | kThere |
-// row << 8 | column of the record. Beside them, columns[i] is the column of x with which group i of
-// 16 inputs of the records begins, -1 for none.
-constexpr int kHead = 8, kListGroup = 8;
-constexpr u32 kThere = 0x8000;
+// which the first is log2 of the band's unit; where the list of each record begins, and their end;
+// the entries. An outlier is value << 16 | row << 8 | column of the record, and kAgain where rows
+// begin again: entries from one such to the next have distinct rows. Beside them, columns[i] is the
+// column of x with which group i of 16 inputs of the records begins, -1 for none.
+constexpr int kHead = 8;
+constexpr u32 kAgain = 0x8000;
 
 struct MixedLayer {
     const unsigned char* records;
@@ -26,7 +26,7 @@ struct MixedLayer {
     BILLFISH_DEVICE const u32* lists(int index) const {
         return reinterpret_cast<const u32*>(band(index) + two * kTwoBytes + four * four_bytes());
     }
-    BILLFISH_DEVICE int list_words() const { return (two + four + kListGroup) / 8 * 8; }
+    BILLFISH_DEVICE int edge_words() const { return (two + four + 8) / 8 * 8; }
 };
 
 constexpr int kListWarps = 2;
@@ -39,10 +39,9 @@ struct Outliers {
     static constexpr int kSlices = 4 / kBands, kMine = 4 / kListWarps;
     static constexpr int kRegions = kBands == 4 ? kMine : 1;  // of 64 outputs
     static constexpr int kRegionBytes = kRecordN * kTokens * 4;
-    static constexpr int kLanes = kTokens / 2, kAbreast = 32 / kLanes;  // lanes of an outlier
     const MixedLayer& layer;
     int first_band, warp, lane;
-    u32 edges = 0, entries[kMine];  // lanes 2 i and 2 i + 1: groups of list i; the first 32 of each
+    u32 edges = 0, entries[kMine];  // lanes 2 i and 2 i + 1: ends of list i; the first 32 of each
 
     BILLFISH_DEVICE Outliers(const MixedLayer& layer, int first_band, int warp, int lane)
         : layer(layer), first_band(first_band), warp(warp), lane(lane) {}
@@ -51,7 +50,7 @@ struct Outliers {
     BILLFISH_DEVICE int band(int i) const { return (warp * kMine + i) / kSlices; }
     BILLFISH_DEVICE int slice(int i) const { return (warp * kMine + i) % kSlices; }
     BILLFISH_DEVICE const u32* list(int i) const {
-        return layer.lists(first_band + band(i)) + kHead + layer.list_words();
+        return layer.lists(first_band + band(i)) + kHead + layer.edge_words();
     }
 
     // Where the lists of the records from slice `first` of `span` on are; `tile` is slice 0.
@@ -63,9 +62,8 @@ struct Outliers {
     BILLFISH_DEVICE void fetch() {
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
-            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
-            const u32 at = begin * kListGroup + lane;
-            entries[i] = at < end * kListGroup ? list(i)[at] : 0;
+            const u32 at = shuffle(edges, 2 * i) + lane, end = shuffle(edges, 2 * i + 1);
+            entries[i] = at < end ? list(i)[at] : 0;
         }
     }
 
@@ -75,57 +73,49 @@ struct Outliers {
         for (int i = 0; i < kMine; ++i) entries[i] = other.entries[i];
     }
 
-    // A lane's outlier and the inputs that it multiplies, of two tokens.
-    struct Term {
-        u32 one;
-        float a = 0, b = 0;
-        BILLFISH_DEVICE Term(u32 one, bool there, u32 x, int token) : one(there ? one : 0) {
-            if (!there) return;
-            const u32 column = one & 255;
-            const u32 from = x + (column / 64 * kTokens + token) * kXLine +
-                             (column % 64 * 2 ^ token % 8 * 16);
-            a = T::to_float(load_smem_2(from));
-            b = T::to_float(load_smem_2((from + kXLine) ^ 16));
-        }
-    };
-
-    // Adds outlier * x to sums; returns a number that depends on all of x that it has read.
-    // `x_step` is the bytes of x of a slice. Inputs are read one step ahead.
+    // Adds outlier * x to sums, an outlier a lane; returns a number that depends on all of x that
+    // it has read. `x_step` is the bytes of x of a slice.
     BILLFISH_DEVICE float add(u32 x, int x_step, u32 sums, int m) const {
-        const int token = lane % kLanes * 2;
         float seen = 0;
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
             const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
-            const u32 rows = sums + (kRegions > 1 ? i : 0) * kRegionBytes + token * 4;
-            u32 some = entries[i];
-            const auto term = [&](u32 first) {
-                const u32 one = shuffle(some, (first + lane / kLanes) % 32);
-                return Term(one, one & kThere && token < m, x + slice(i) * x_step, token);
-            };
+            u32 one = entries[i];
 #pragma unroll 1
-            for (u32 group = begin; group < end; group += 4) {
-                const u32 at = (group + 4) * kListGroup + lane;
-                const u32 more = at < end * kListGroup ? list(i)[at] : 0;
-                const u32 count = min(32u, (end - group) * kListGroup);
-                Term now = term(0);
+            for (u32 at = begin; at < end; at += 32) {
+                const u32 next = at + 32 + lane < end ? list(i)[at + 32 + lane] : 0;
+                const u32 count = min(end - at, 32u), column = one & 255;
+                const u32 from = x + slice(i) * x_step + column / 64 * kTokens * kXLine;
+                const u32 to = sums + (kRegions > 1 ? i : 0) * kRegionBytes +
+                               (one >> 8 & 63) * kTokens * 4;
+                u32 again = ballot(one & kAgain) & ~1u;
 #pragma unroll 1
-                for (u32 first = 0; first < count; first += kAbreast) {
-                    const Term next = term(first + kAbreast);
-                    if (now.one) {
-                        const float value = T::to_float(now.one >> 16);
-                        const u32 to = rows + (now.one >> 8 & 63) * kTokens * 4;
-                        const uint2 old = load_smem_8(to);
-                        store_smem_8(to, fmaf(value, now.a, __uint_as_float(old.x)),
-                                     fmaf(value, now.b, __uint_as_float(old.y)));
-                    }
-                    __syncwarp();  // the next group may have the same rows
-                    seen += now.a + now.b;
-                    now = next;
+                for (u32 first = 0, last; first < count; first = last) {
+                    again &= first ? again - 1 : again;  // without the one at `first`
+                    last = again ? 31 - __clz(again & 0 - again) : count;
+                    if (lane >= first && lane < last)
+                        seen += add_one(T::to_float(one >> 16), from, column % 64 * 2, to, m);
+                    __syncwarp();  // the rows from `last` on may be the same
                 }
-                seen += now.a + now.b;
-                some = more;
+                one = next;
             }
+        }
+        return seen;
+    }
+
+    // `line` is token 0's, `place` the input's bytes in it.
+    static BILLFISH_DEVICE float add_one(float value, u32 line, u32 place, u32 to, int m) {
+        float seen = 0;
+#pragma unroll
+        for (int token = 0; token < kTokens; token += 2) {
+            if (token >= m) break;
+            const u32 from = line + token * kXLine + (place ^ token % 8 * 16);
+            const float a = T::to_float(load_smem_2(from));
+            const float b = T::to_float(load_smem_2((from + kXLine) ^ 16));
+            const uint2 old = load_smem_8(to + token * 4);
+            store_smem_8(to + token * 4, fmaf(value, a, __uint_as_float(old.x)),
+                         fmaf(value, b, __uint_as_float(old.y)));
+            seen += a + b;
         }
         return seen;
     }

@@ -1,8 +1,9 @@
 """Outliers of w2416 by record, as its CUDA kernels read them, and back.
 
-Of each band of 64 outputs: where the list of each record begins, in groups of 8, and where the last
-one ends; then the groups. An entry is value << 16 | THERE | row << 8 | column in the record; the
-rest of a group is 0. The rows of a group are distinct, so that its entries can be added at once.
+Of each band of 64 outputs: where the list of each record begins, and where the last one ends; then
+the entries. One is value << 16 | row << 8 | column in the record. A list has one entry of each of
+its rows, then, with AGAIN, a second one of those that have more, and so on: entries from one AGAIN
+to the next have distinct rows and can be added at once.
 """
 
 from typing import Protocol
@@ -14,8 +15,8 @@ from torch.nn.functional import pad
 from billfish.schemes.base import Tensors
 from billfish.schemes.w2416.shares import BAND, GROUP
 
-LIST_GROUP = 8
-THERE = 0x8000
+AGAIN = 0x8000
+ALIGNED = 8  # words
 ROWS, TWO_GROUPS, FOUR_GROUPS = 64, 16, 8  # of a record
 
 
@@ -37,11 +38,11 @@ class Layer(Protocol):
 
 
 def edge_words(tiles: int) -> int:
-    return (tiles + LIST_GROUP) // LIST_GROUP * LIST_GROUP
+    return (tiles + ALIGNED) // ALIGNED * ALIGNED
 
 
 def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """(bands, words) int32: edges and groups; and the order of canonical lists, if not sorted."""
+    """(bands, words) int32: edges and entries; and the order of canonical lists, if not sorted."""
     place = tensors["outlier_place"].long() & 0xFFFF
     value = tensors["outlier_value"].view(torch.int16).long() & 0xFFFF
     device, part = place.device, shape.k // shape.parts
@@ -55,26 +56,22 @@ def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tenso
 
     tile, inside = _place(shape, columns, column)
     band, row = row // ROWS, row % ROWS
-    entry, of = value << 16 | THERE | row << 8 | inside, band * shape.tiles + tile
-    # In a list: one entry of each of its rows, then a second one of those that have more. Rows with
-    # many come first, so that the next of a row is rarely in the same group.
+    entry, of = value << 16 | row << 8 | inside, band * shape.tiles + tile
     first = torch.argsort(of * ROWS + row, stable=True)
-    turn, left = torch.empty_like(first), torch.empty_like(first)
+    turn = torch.empty_like(first)
     turn[first] = _index_in_run((of * ROWS + row)[first])
-    left[first] = _index_in_run((of * ROWS + row)[first.flip(0)]).flip(0)
     turns = int(turn.max()) + 1 if len(turn) else 1
-    order = torch.argsort(((of * turns + turn) * turns + turns - 1 - left) * ROWS + row)
-    entry, of, turn, row = entry[order], of[order], turn[order], row[order]
+    order = torch.argsort((of * turns + turn) * ROWS + row)
+    entry, of, turn, band = entry[order], of[order], turn[order], band[order]
+    entry |= torch.where((_index_in_run(of * turns + turn) == 0) & (turn > 0), AGAIN, 0)
 
-    slot = _slots(of, of * turns + turn, row)
-    counts = torch.zeros(shape.bands * shape.tiles, dtype=torch.long, device=device)
-    counts.scatter_reduce_(0, of, slot // LIST_GROUP + 1, "amax")
+    counts = torch.bincount(of, minlength=shape.bands * shape.tiles)
     edges = pad(counts.view(shape.bands, shape.tiles).cumsum(1), (1, 0))
-    start, words = edge_words(shape.tiles), int(edges[:, -1].max()) * LIST_GROUP
-    lists = torch.zeros(shape.bands, start + words, dtype=torch.long, device=device)
+    start, most = edge_words(shape.tiles), int(edges[:, -1].max())
+    words = start + -(-most // ALIGNED) * ALIGNED
+    lists = torch.zeros(shape.bands, words, dtype=torch.long, device=device)
     lists[:, : shape.tiles + 1] = edges
-    band = of // shape.tiles
-    lists[band, start + edges[band, of % shape.tiles] * LIST_GROUP + slot] = entry
+    lists[band, start + _index_in_run(band)] = entry
     return ((lists ^ 0x80000000) - 0x80000000).to(torch.int32), ranks
 
 
@@ -82,10 +79,11 @@ def unpack(shape: Layer, columns: Tensor, lists: Tensor, ranks: Tensor | None) -
     """The canonical lists."""
     start, part = edge_words(shape.tiles), shape.k // shape.parts
     edges, entries = lists[:, : shape.tiles + 1].long(), lists[:, start:].long()
-    band, word = ((entries & THERE) != 0).nonzero(as_tuple=True)
+    index = torch.arange(entries.shape[1], device=entries.device)
+    band, word = (index < edges[:, -1:]).nonzero(as_tuple=True)
     entry = entries[band, word]
-    # the last record whose list begins at or before this group
-    tile = (edges[band] <= (word // LIST_GROUP)[:, None]).sum(1) - 1
+    # the last record whose list begins at or before this entry
+    tile = (edges[band] <= word[:, None]).sum(1) - 1
     inside, row = entry & 0xFF, band * ROWS + (entry >> 8 & 63)
     group = tile * TWO_GROUPS + inside // GROUP
     skipped = (tile - shape.tiles_2).clamp(min=0) * (TWO_GROUPS - FOUR_GROUPS)
@@ -128,19 +126,3 @@ def _index_in_run(sorted_keys: Tensor) -> Tensor:
     index = torch.arange(len(sorted_keys), device=sorted_keys.device)
     found: Tensor = index - begins.repeat_interleave(counts)
     return found
-
-
-def _slots(of: Tensor, turns: Tensor, row: Tensor) -> Tensor:
-    """Places of entries, sorted by list, turn and row, in their lists: side by side; but if a group
-    would have a row twice, every turn of its list begins a group."""
-    close = _index_in_run(of)
-    key, rows = torch.sort((of * (len(of) + 1) + close // LIST_GROUP) * ROWS + row)
-    lists = torch.unique(of[rows[1:][key[1:] == key[:-1]]])
-    _, counts = torch.unique_consecutive(turns, return_counts=True)
-    groups = (counts + LIST_GROUP - 1) // LIST_GROUP
-    before = groups.cumsum(0) - groups
-    spread = before.repeat_interleave(counts) * LIST_GROUP
-    _, sizes = torch.unique_consecutive(of, return_counts=True)
-    spread = spread - spread[sizes.cumsum(0) - sizes].repeat_interleave(sizes)
-    spread = spread + _index_in_run(turns)
-    return torch.where(torch.isin(of, lists), spread, close)
