@@ -176,7 +176,6 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         const int few = (two.span + kSlices - 1) / kSlices;  // stages of 2 bits
         const int all = few + (four.span + kSlices - 1) / kSlices;
         cluster_wait();
-        dependency_wait();
         for (int pass = 0; pass < passes; ++pass) {
             const int begin = two.before(pass, passes);
             const int have = two.before(pass + 1, passes) - begin;
@@ -197,6 +196,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             find(here, 0);
             find(next, 1);
             here.fetch();
+            if (pass == 0) dependency_wait();  // rather than polling a barrier until x arrives
             for (int stage = 0; stage < all; ++stage) {
                 next.fetch();
                 find(later, stage + 2);
@@ -215,8 +215,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         return;
     }
 
-    cluster_wait();     // the other block's barriers must exist before the first remote store
-    dependency_wait();  // rather than polling a barrier until x arrives
+    cluster_wait();  // the other block's barriers must exist before the first remote store
     for (int pass = 0; pass < PairedShare(n, tiles_2).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
         const auto unit = [&] {  // log2 of it; read again: kept, it would cost a register
@@ -253,6 +252,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
                                    ring + Stage::kX + me.sub * 2 * x_bytes(kTokens), threadIdx.x);
             const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
+            if (pass == 0) dependency_wait();
             run(tiles_2, [&](u32 by, auto release) {
                 multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc, release);
             });
