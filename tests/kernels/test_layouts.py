@@ -127,9 +127,10 @@ def mixed():
     yield "kFourMarkBytes", 4 * mixed_arrange.MARK_WORDS
     yield "kHead", mixed_arrange.HEAD
     yield "kAgain", outliers.AGAIN
-    for m, share in itertools.product((8, 16), (1, 2, 4, 9)):
+    for m, share in itertools.product((1, 8, 9, 16), (1, 2, 4, 9)):
         how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, H200)
-        stage = f"MixedStage<{how.tokens}, {how.bands}>::kBytes"
+        stage = f"MixedStage<{how.tokens}, {how.bands}>::bytes({m})"
+        yield stage, mixed_tile.stage_bytes(m, how.bands)
         sums = f"Sums<{how.tokens}, {how.bands}>::kBytes"
         yield f"kMixedBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
 

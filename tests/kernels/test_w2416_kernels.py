@@ -78,10 +78,10 @@ def bytes_of(tensor):
     return struct.pack("<Q", len(content)) + content
 
 
-def run(program, packed, m, grid, stages, smem, x, bias=None, seed=1, gated=False):
+def run(program, packed, m, grid, stages, smem, stage, x, bias=None, seed=1, gated=False):
     shape = packed.shape
     sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
-    numbers = (seed, *sizes, packed.records.shape[1], grid, stages, smem, int(gated))
+    numbers = (seed, *sizes, packed.records.shape[1], grid, stages, smem, stage, int(gated))
     given = b"".join(map(bytes_of, (packed.records, packed.columns, x, bias)))
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
@@ -93,7 +93,8 @@ def product(compiled, packed, x, bias, seed, text=None, gated=False, sms=4):
     how = tile.pick_tile(len(x), packed.shape.n, gpu)
     names = (TYPES[x.dtype], *SIXTEENTHS, how.tokens, how.bands)
     program = compiled("decode", ",".join(map(str, names)), text)
-    launch = (len(x), how.blocks, how.stages, how.smem)
+    stage = tile.stage_bytes(len(x), how.bands)
+    launch = (len(x), how.blocks, how.stages, how.smem, stage)
     return run(program, packed, *launch, x, bias, seed, gated).view(len(x), -1)
 
 
@@ -195,7 +196,7 @@ def test_panels_are_the_weights_rounded_once(n, k, dtype, compiled):
         tensors, _, _ = layer(scheme, n, k, dtype)
         packed = arrange.pack(scheme, tensors)
         program = compiled("panel", ",".join(map(str, (TYPES[dtype], *SIXTEENTHS))))
-        made = run(program, packed, 0, packed.shape.bands, 0, plan.PANEL_SMEM, None)
+        made = run(program, packed, 0, packed.shape.bands, 0, plan.PANEL_SMEM, 0, None)
         assert torch.equal(made.view(n, k), scheme.dequantize(tensors).to(dtype))
 
 

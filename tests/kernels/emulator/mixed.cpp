@@ -1,5 +1,5 @@
 // w2416_decode, or w2416_panel (PANEL), on the emulated GPU: SEED m n k tiles_2 tiles_4 sets band_words
-// grid stages smem gated < records columns x bias > out. KERNEL, THREADS: the compiler's command line.
+// grid stages smem stage gated < records columns x bias > out. KERNEL, THREADS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
@@ -10,7 +10,8 @@ int main(int, char** arguments) {
     lot.seed(next());
     memory_varies = atoi(*arguments) % 2;
     const int m = next(), n = next(), k = next(), tiles_2 = next(), tiles_4 = next(), sets = next();
-    const int band_words = next(), grid = next(), stages = next(), smem_bytes = next(), gated = next();
+    const int band_words = next(), grid = next(), stages = next(), smem_bytes = next(), stage_bytes = next();
+    const int gated = next();
     std::vector<unsigned char> records = take(), columns = take(), x = take(), bias = take();
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
     for (int i = 0; i < 3; ++i) {
@@ -32,7 +33,7 @@ int main(int, char** arguments) {
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
         KERNEL(records.data(), columns_at, (const u16*)x.data(), bias_at, out.data(), m, n, k, tiles_2,
-               tiles_4, sets, band_words, stages, gated);
+               tiles_4, sets, band_words, stages, stage_bytes, gated);
     });
 #endif
     for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");

@@ -25,6 +25,15 @@ constexpr int kTwoK = 256, kTwoBytes = 4992;
 constexpr int kTwoScales = 4096, kTwoZeros = 4608, kTwoBases = 4864;  // byte offsets
 constexpr int kFourScales = 4096, kFourSetBytes = 128, kFourMarkBytes = 16;
 
+// Activations of a slice in shared memory: [token][input], 16-byte chunks of each 128 bytes XORed
+// with the token as record.cuh has them. Up to 8 tokens only those that there are have room; lanes
+// of others read the last one's.
+constexpr BILLFISH_DEVICE int x_rows(int tokens, int m) { return tokens > 8 ? tokens : m; }
+template <int kInputs>
+BILLFISH_DEVICE u32 x_place(u32 token, u32 byte) {
+    return token * kInputs * 2 + (byte ^ token % 8 * 16);
+}
+
 // 2^e as a number of T, twice.
 template <class T>
 BILLFISH_DEVICE u32 power(int e);
@@ -91,9 +100,9 @@ BILLFISH_DEVICE u32 shifted(u32 word, int right) {
 // Addresses of a lane's operands of a record, computed once a pass. A warp takes half `warp % 2`.
 struct TwoPlaces {
     u32 words, x;
-    BILLFISH_DEVICE TwoPlaces(u32 record, u32 x, u32 thread)
+    BILLFISH_DEVICE TwoPlaces(u32 record, u32 x, u32 thread, int rows)
         : words(record + thread % 64 * 16),
-          x(x + thread % 32 / 4 * kXLine + ((thread % 4 * 2 ^ thread % 32 / 4) << 4)) {}
+          x(x + x_place<kTwoK>(min(thread % 32 / 4, rows - 1u), thread % 4 * 32)) {}
     BILLFISH_DEVICE u32 codes(u32 thread) const { return words + kTwoScales - thread % 64 * 8; }
     BILLFISH_DEVICE u32 zeros(u32 thread) const { return words + kTwoZeros - thread % 64 * 12; }
     BILLFISH_DEVICE u32 bases(u32 thread) const {
@@ -147,7 +156,7 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
 #pragma unroll
             for (int block = 0; block < kTokens / 8; ++block) {
                 if (step % 2) continue;
-                const u32 at = (step ? mine ^ 16 : mine) + (k64 * kTokens + block * 8) * kXLine;
+                const u32 at = (step ? mine ^ 16 : mine) + k64 * 128 + block * 8 * kTwoK * 2;
                 const uint4 x8 = load_smem_16(at);
                 b[block][0] = x8.x, b[block][1] = x8.y, b[block][2] = x8.z, b[block][3] = x8.w;
             }
@@ -171,13 +180,27 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
     release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 
-// The same with 32 outputs x 128 inputs of 4 bits, codes 0 to 15 for -8 to 7. `scales` is the
-// address of the lane's first ones. `lean` times `more` is power(kPlusFour + log2 unit), and
-// 2^kLower times that for rows r + 8. kParts: the record has several parts of k (`marks`).
+struct FourPlaces {
+    u32 words, scales, x;
+    BILLFISH_DEVICE FourPlaces(u32 record, u32 x, u32 thread, int rows)
+        : words(record + thread % 64 / 32 * 2 * kBrickBytes + thread % 32 * 16),
+          scales(record + kFourScales + thread % 64 / 4 * 8),
+          x(x + x_place<kRecordK>(min(thread % 8, rows - 1u), thread % 32 / 8 * 16)) {}
+    // The B fragments of k16 steps 2 k32 and 2 k32 + 1 of tokens 8 block to 8 block + 7.
+    BILLFISH_DEVICE void load_x(u32 (&b)[4], u32 by, int block, int k32) const {
+        const u32 mine = x + by;
+        load_matrices(b, (k32 % 2 ? mine ^ 64 : mine) + k32 / 2 * 128 + block * 8 * kRecordK * 2);
+    }
+};
+
+// The same with 32 outputs x 128 inputs of 4 bits, codes 0 to 15 for -8 to 7. `lean` times `more`
+// is power(kPlusFour + log2 unit), and 2^kLower times that for rows r + 8. kParts: the record has
+// several parts of k (`marks`).
 template <class T, bool kParts, int kTokens>
-BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scales, u32 marks,
-                                    u32 lean, u32 more, float (&acc)[2][kTokens / 8][4]) {
+BILLFISH_DEVICE void multiply_parts(const FourPlaces& places, u32 by, u32 marks, u32 lean, u32 more,
+                                    float (&acc)[2][kTokens / 8][4]) {
     using D = Scaled<T>;
+    u32 scales = places.scales + by;
     u32 scale[2], zero[2];  // [brick]: of rows r and r + 8, minus the weights of code 8
     const auto next_part = [&] {
         const uint2 bits = load_smem_8(scales);
@@ -192,7 +215,7 @@ BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scale
         u32 word[2][4];
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(places.words + (k64 * 4 + brick) * kBrickBytes);
+            const uint4 v = load_smem_16(places.words + by + (k64 * 4 + brick) * kBrickBytes);
             word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
         }
 #pragma unroll
@@ -200,7 +223,7 @@ BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scale
             u32 b[kTokens / 8][4];
 #pragma unroll
             for (int block = 0; block < kTokens / 8; ++block)
-                places.load_x(b[block], block, k64 * 2 + k32);
+                places.load_x(b[block], by, block, k64 * 2 + k32);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int step = k64 * 4 + k32 * 2 + j;
@@ -221,18 +244,15 @@ BILLFISH_DEVICE void multiply_parts(const LanePlaces<kTokens>& places, u32 scale
     }
 }
 
-// `by` is the distance from places, scales and marks to this record.
+// `by` is the distance from places and marks to this record.
 template <class T, int kTokens, class Release>
-BILLFISH_DEVICE void multiply_four(const LanePlaces<kTokens>& places, u32 scales, u32 marks, u32 by,
-                                   u32 lean, u32 more, float (&acc)[2][kTokens / 8][4],
-                                   Release release) {
-    LanePlaces<kTokens> here = places;
-    here.move(by);
+BILLFISH_DEVICE void multiply_four(const FourPlaces& places, u32 marks, u32 by, u32 lean, u32 more,
+                                   float (&acc)[2][kTokens / 8][4], Release release) {
     const u32 parts = load_smem_4(marks + by);
     if (parts == 0)
-        multiply_parts<T, false>(here, scales + by, parts, lean, more, acc);
+        multiply_parts<T, false, kTokens>(places, by, parts, lean, more, acc);
     else
-        multiply_parts<T, true>(here, scales + by, parts, lean, more, acc);
+        multiply_parts<T, true, kTokens>(places, by, parts, lean, more, acc);
     release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 

@@ -74,8 +74,8 @@ struct Outliers {
     }
 
     // Adds outlier * x to sums, an outlier a lane; returns a number that depends on all of x that
-    // it has read. `x_step` is the bytes of x of a slice.
-    BILLFISH_DEVICE float add(u32 x, int x_step, u32 sums, int m) const {
+    // it has read. `x_line` is the bytes of x of a token in a slice.
+    BILLFISH_DEVICE float add(u32 x, int x_line, u32 sums, int m) const {
         float seen = 0;
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
@@ -84,8 +84,8 @@ struct Outliers {
 #pragma unroll 1
             for (u32 at = begin; at < end; at += 32) {
                 const u32 next = at + 32 + lane < end ? list(i)[at + 32 + lane] : 0;
-                const u32 count = min(end - at, 32u), column = one & 255;
-                const u32 from = x + slice(i) * x_step + column / 64 * kTokens * kXLine;
+                const u32 count = min(end - at, 32u);
+                const u32 from = x + slice(i) * x_rows(kTokens, m) * x_line;
                 const u32 to = sums + (kRegions > 1 ? i : 0) * kRegionBytes +
                                (one >> 8 & 63) * kTokens * 4;
                 u32 again = ballot(one & kAgain) & ~1u;
@@ -94,7 +94,7 @@ struct Outliers {
                     again &= first ? again - 1 : again;  // without the one at `first`
                     last = again ? 31 - __clz(again & 0 - again) : count;
                     if (lane >= first && lane < last)
-                        seen += add_one(T::to_float(one >> 16), from, column % 64 * 2, to, m);
+                        seen += add_one(one, from, x_line, to, m);
                     __syncwarp();  // the rows from `last` on may be the same
                 }
                 one = next;
@@ -103,15 +103,18 @@ struct Outliers {
         return seen;
     }
 
-    // `line` is token 0's, `place` the input's bytes in it.
-    static BILLFISH_DEVICE float add_one(float value, u32 line, u32 place, u32 to, int m) {
+    // `x` is token 0's line. The second token of a pair may not be there: what is read instead
+    // changes only sums that nobody stores.
+    static BILLFISH_DEVICE float add_one(u32 one, u32 x, int x_line, u32 to, int m) {
+        const float value = T::to_float(one >> 16);
+        const u32 place = (one & 255) * 2;
         float seen = 0;
 #pragma unroll
         for (int token = 0; token < kTokens; token += 2) {
             if (token >= m) break;
-            const u32 from = line + token * kXLine + (place ^ token % 8 * 16);
+            const u32 from = x + token * x_line + (place ^ token % 8 * 16);
             const float a = T::to_float(load_smem_2(from));
-            const float b = T::to_float(load_smem_2((from + kXLine) ^ 16));
+            const float b = T::to_float(load_smem_2((from + x_line) ^ 16));
             const uint2 old = load_smem_8(to + token * 4);
             store_smem_8(to + token * 4, fmaf(value, a, __uint_as_float(old.x)),
                          fmaf(value, b, __uint_as_float(old.y)));

@@ -23,7 +23,7 @@ namespace billfish {
 constexpr int kFirstListWarp = 2;
 constexpr int kFirstMixedWarp = kFirstListWarp + kListWarps;
 constexpr int kMixedThreads = 32 * (kFirstMixedWarp + kMathWarps);
-static_assert(kFirstMixedWarp % 2 == 0, "TwoPlaces");
+static_assert(kFirstMixedWarp % 2 == 0, "TwoPlaces, FourPlaces");
 constexpr int kReaders = kListWarps + kMathWarps;  // warps that read a stage
 constexpr int kMostSets = 8;  // of scales in a record of 4 bits: it has 8 groups of inputs
 
@@ -33,7 +33,9 @@ struct MixedStage {
     static constexpr int kSlices = 4 / kBands;
     static constexpr int kMostFour = kFourScales + kMostSets * kFourSetBytes + kFourMarkBytes;
     static constexpr int kX = (4 * kMostFour + 127) / 128 * 128;  // byte offset
-    static constexpr int kBytes = kX + kSlices * 2 * x_bytes(kTokens);
+    static constexpr BILLFISH_DEVICE int bytes(int m) {
+        return kX + kSlices * x_rows(kTokens, m) * kTwoK * 2;
+    }
     static_assert(kTwoBytes <= kMostFour && kTwoK == 2 * kRecordK, "both kinds of record fit");
 };
 
@@ -43,7 +45,7 @@ constexpr int kMixedBarrierBytes = 256;
 #if __CUDA_ARCH__ >= 900
 
 // kInputs of x for each of m tokens, a chunk of 8 a lane; `column` is the lane's own, -1: zeros.
-template <int kInputs, int kTokens>
+template <int kInputs>
 BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, int lane) {
     constexpr int kLanes = kInputs / 8, kAbreast = 32 / kLanes;
     const int chunk = lane % kLanes;
@@ -51,7 +53,7 @@ BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, in
     const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8) + lane / kLanes * k;
 #pragma unroll 4
     for (int token = lane / kLanes; token < m; token += kAbreast, from += kAbreast * k)
-        copy_async_16(to + x_smem_offset<kTokens>(token, chunk), from, bytes);
+        copy_async_16(to + x_place<kInputs>(token, chunk * 16), from, bytes);
 }
 
 #endif
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(kMixedThreads, 2)
 w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ columns,
              const u16* __restrict__ x, const u16* __restrict__ bias, u16* __restrict__ out, int m,
              int n, int k, int tiles_2, int tiles_4, int sets, int band_words, int stages,
-             bool gated) {
+             int stage_bytes, bool gated) {
 #if __CUDA_ARCH__ >= 900
     using Stage = MixedStage<kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
@@ -75,7 +77,8 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     const u32 base = smem_address(smem);
     const u32 full = base, empty = base + 64, reduced = base + 128, ready = base + 136;
     const u32 unread = base + 144;  // where a block's word lands that it may be sent sums
-    const u32 ring = base + kMixedBarrierBytes, sums = ring + stages * Stage::kBytes;
+    const u32 ring = base + kMixedBarrierBytes, sums = ring + stages * stage_bytes;
+    const int rows = x_rows(kTokens, m);  // of x in shared memory
     const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -113,7 +116,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                                   : two.k_begin * record);
                         for (int slice = 0; slice < span; slice += kSlices) {
                             const u32 bytes = min(kSlices, span - slice) * record;
-                            const u32 to = ring + slot.index * Stage::kBytes;
+                            const u32 to = ring + slot.index * stage_bytes;
                             const u32 barrier = full + 8 * slot.index;
                             barrier_wait(empty + 8 * slot.index, slot.parity);
                             barrier_arrive_expect(barrier, have * bytes);
@@ -148,15 +151,14 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                                               ? table[(slice + sub) * groups + lane / 2 % groups]
                                               : -1;
                         barrier_wait(empty + 8 * slot.index, slot.parity);
-                        const u32 to = ring + slot.index * Stage::kBytes + Stage::kX;
+                        const u32 to = ring + slot.index * stage_bytes + Stage::kX;
 #pragma unroll
                         for (int sub = 0; sub < kSlices; ++sub) {
+                            const u32 here = to + sub * rows * groups * 32;
                             if (kind)
-                                gather_x<kRecordK, kTokens>(to + sub * x_bytes(kTokens), x,
-                                                            column[sub], k, m, lane);
+                                gather_x<kRecordK>(here, x, column[sub], k, m, lane);
                             else
-                                gather_x<kTwoK, kTokens>(to + sub * 2 * x_bytes(kTokens), x,
-                                                         column[sub], k, m, lane);
+                                gather_x<kTwoK>(here, x, column[sub], k, m, lane);
                         }
                         barrier_arrive_after_copies(full + 8 * slot.index);
                         slot.advance(stages);
@@ -201,9 +203,9 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 next.fetch();
                 find(later, stage + 2);
                 barrier_wait(full + 8 * slot.index, slot.parity);
-                const u32 at = ring + slot.index * Stage::kBytes + Stage::kX;
+                const u32 at = ring + slot.index * stage_bytes + Stage::kX;
                 const float seen =
-                    here.add(at, (stage < few ? 2 : 1) * x_bytes(kTokens), mine, m);
+                    here.add(at, (stage < few ? kTwoK : kRecordK) * 2, mine, m);
                 __syncwarp();
                 barrier_arrive_after(empty + 8 * slot.index, seen, lane == 0);
                 slot.advance(stages);
@@ -241,7 +243,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 };
                 barrier_wait(full + 8 * slot.index, slot.parity);
                 if (mine > 0)
-                    multiply(slot.index * Stage::kBytes, release);
+                    multiply(slot.index * stage_bytes, release);
                 else
                     release(0);
                 slot.advance(stages);
@@ -250,7 +252,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         {
             const Me me;
             const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
-                                   ring + Stage::kX + me.sub * 2 * x_bytes(kTokens), threadIdx.x);
+                                   ring + Stage::kX + me.sub * rows * kTwoK * 2, threadIdx.x, rows);
             const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
             if (pass == 0) dependency_wait();
             run(tiles_2, [&](u32 by, auto release) {
@@ -260,15 +262,14 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         {
             const Me me;
             const u32 record = ring + (me.band * kSlices + me.sub) * layer.four_bytes();
-            const auto places = LanePlaces<kTokens>::template of<void>(
-                record, ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
-            const u32 scales = record + kFourScales + me.within % 2 * 64 + me.lane / 4 * 8;
+            const FourPlaces places(record, ring + Stage::kX + me.sub * rows * kRecordK * 2,
+                                    threadIdx.x, rows);
             const u32 marks = record + kFourScales + sets * kFourSetBytes;
             const int plus = unit() + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
             run(tiles_4, [&](u32 by, auto release) {
-                multiply_four<T, kTokens>(places, scales, marks, by, lean, more, acc, release);
+                multiply_four<T, kTokens>(places, marks, by, lean, more, acc, release);
             });
         }
 
@@ -276,7 +277,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         const Me me;
         const int passes = share.passes(kBands);
         const int have = share.before(pass + 1, passes) - share.before(pass, passes);
-        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
+        const int rank = cluster_rank(), owned = have * (kRecordN / kCluster);  // rows of a block
         const float real = __uint_as_float(127 - unit() << 23);  // 1 / unit
         sync_some<kStop, 32 * kReaders>();
         float seen = 0;
@@ -299,7 +300,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         __syncwarp();
         if (me.lane == 0) {
             if (me.index == 0) {
-                barrier_arrive_expect(reduced, Exchange::expected(rows, m));
+                barrier_arrive_expect(reduced, Exchange::expected(owned, m));
                 barrier_arrive_expect(ready, kMathWarps * 8);
             }
             barrier_arrive_after(ready, seen, true);
@@ -307,11 +308,11 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         }
         barrier_wait(ready, pass & 1);
         if (me.band < have)
-            Exchange::send(acc, sums, reduced, me, rank, rows, m,
+            Exchange::send(acc, sums, reduced, me, rank, owned, m,
                            [](float sum, bool) { return sum; });
-        const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
+        const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * owned;
         barrier_wait(reduced, pass & 1);
-        Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, rows, gated);
+        Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, owned, gated);
         if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
     }
 #endif

@@ -6,7 +6,7 @@ for torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from billfish.errors import UserError
 from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
+from billfish.kernels.launch import Loaded
 from billfish.schemes.gated import apart
 from billfish.schemes.w2416.cuda import tile
 from billfish.schemes.w2416.cuda.arrange import N, Shape
@@ -37,13 +38,16 @@ class Plan:
     def __init__(self, index: int, shape: Shape) -> None:
         self.shape = shape
         self.panel = panel_kernel(shape.dtype).load(index)
-        self.few = {tokens: self._decode(index, tokens) for tokens in (8, MOST_TOKENS)}
+        self.gpu, self.few = gpu(index), dict[int, Loaded]()
+        for m in (8, MOST_TOKENS):
+            how = tile.pick_tile(m, shape.n, self.gpu)
+            self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
         self.paths: dict[tuple[int, bool], Path] = {}
 
-    def _decode(self, index: int, tokens: int) -> Callable[..., None]:
-        shape, how = self.shape, tile.pick_tile(tokens, self.shape.n, gpu(index))
-        kernel = decode_kernel(shape.dtype, tokens, how.bands).load(index)
-        sizes = (shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
+    def _decode(self, m: int, gated: bool) -> Callable[..., None]:
+        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.gpu)
+        kernel, stage = self.few[how.tokens], tile.stage_bytes(m, how.bands)
+        sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
 
         def run(
             x: Tensor,
@@ -51,8 +55,6 @@ class Plan:
             columns: Tensor,
             bias: Tensor | None,
             out: Tensor,
-            m: int,
-            gated: bool,
         ) -> None:
             arguments = (
                 records.data_ptr(),
@@ -60,10 +62,10 @@ class Plan:
                 x.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
-                m,
                 *sizes,
                 records.shape[1],
                 how.stages,
+                stage,
                 gated,
             )
             kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, CLUSTER, True)
@@ -104,7 +106,7 @@ class Plan:
         return self._gated_panels if gated else self._panels
 
     def _one(self, m: int, gated: bool) -> Path:
-        kernel = partial(self.few[8 if m <= 8 else MOST_TOKENS], m=m, gated=gated)
+        kernel = self._decode(m, gated)
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor

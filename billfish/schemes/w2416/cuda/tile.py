@@ -1,6 +1,6 @@
 """Tile configuration of w2416_decode: a pure function of sizes, tested without a GPU."""
 
-from billfish.kernels.clusters import STAGE_RECORDS, Tile, pick
+from billfish.kernels.clusters import MOST_TOKENS, STAGE_RECORDS, Tile, pick
 from billfish.kernels.device import Gpu
 from billfish.schemes.w2416.cuda.arrange import MARK_WORDS, SET_WORDS, TWO_K
 
@@ -10,10 +10,11 @@ BUFFERS = 1  # of partial sums
 MOST_RECORD = 4096 + 4 * (MOST_SETS * SET_WORDS + MARK_WORDS)
 
 
-def stage_bytes(tokens: int, bands: int) -> int:
-    records = -(-STAGE_RECORDS * MOST_RECORD // 128) * 128
-    return records + STAGE_RECORDS // bands * tokens * TWO_K * 2
+def stage_bytes(m: int, bands: int) -> int:
+    """Up to 8 tokens only those that there are have room: for one, a ring is twice as deep."""
+    records, rows = -(-STAGE_RECORDS * MOST_RECORD // 128) * 128, m if m <= 8 else MOST_TOKENS
+    return records + STAGE_RECORDS // bands * rows * TWO_K * 2
 
 
 def pick_tile(m: int, n: int, gpu: Gpu) -> Tile:
-    return pick(m, n, gpu, stage_bytes, BUFFERS)
+    return pick(m, n, gpu, lambda tokens, bands: stage_bytes(m, bands), BUFFERS)
