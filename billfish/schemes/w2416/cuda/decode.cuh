@@ -251,8 +251,10 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         };
         {
             const Me me;
+            // thread_index(): from threadIdx they would be computed again in every round
             const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
-                                   ring + Stage::kX + me.sub * rows * kTwoK * 2, threadIdx.x, rows);
+                                   ring + Stage::kX + me.sub * rows * kTwoK * 2, thread_index(),
+                                   rows);
             const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
             if (pass == 0) dependency_wait();
             run(tiles_2, [&](u32 by, auto release) {
@@ -263,7 +265,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const Me me;
             const u32 record = ring + (me.band * kSlices + me.sub) * layer.four_bytes();
             const FourPlaces places(record, ring + Stage::kX + me.sub * rows * kRecordK * 2,
-                                    threadIdx.x, rows);
+                                    thread_index(), rows);
             const u32 marks = record + kFourScales + sets * kFourSetBytes;
             const int plus = unit() + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
