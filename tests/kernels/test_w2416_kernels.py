@@ -105,31 +105,31 @@ def layer(scheme, n, k, dtype):
     return tensors, x, torch.randn(n, generator=source).to(dtype)
 
 
-# n, k, scheme, dtype, tokens. With 4 SMs (2 clusters, or 4 where there is much): up to 128 outputs
-# are passes of one band, 144 and 208 of two, 528 of four, 1040 two passes. k = 96: no 4-bit groups;
-# 1536: two parts; 1024 at 2.6 bits: a record with scales of two parts.
+# n, k, scheme, dtype, SMs, tokens. 4 SMs are 2 clusters, and 2 are 2 where there is much: up to 128
+# outputs are passes of one band, 144 and 208 of two, 272 of three, 528 two passes. k = 96: no 4-bit
+# groups; 1536: two parts; 1024 at 2.6 bits: a record with scales of two parts.
 CASES = [
-    (48, 576, W2416(2.91), FP16, (1, 3, 8)),
-    (112, 96, W2416(2.91), FP16, (8,)),
-    (144, 1536, W2416(3.3, 0.005), BF16, (16,)),
-    (208, 512, W2416(3.0, 0.0), BF16, (3,)),
-    (80, 1024, W2416(2.6), FP16, (16,)),
-    (528, 144, W2416(3.3, 0.01), BF16, (16,)),
-    (1040, 160, W2416(3.9, 0.02), FP16, (8,)),
+    (48, 576, W2416(2.91), FP16, 4, (1, 3, 8)),
+    (112, 96, W2416(2.91), FP16, 4, (8,)),
+    (144, 1536, W2416(3.3, 0.005), BF16, 4, (16,)),
+    (208, 512, W2416(3.0, 0.0), BF16, 4, (3,)),
+    (80, 1024, W2416(2.6), FP16, 4, (16,)),
+    (272, 144, W2416(3.3, 0.01), BF16, 2, (16,)),
+    (528, 160, W2416(3.9, 0.02), FP16, 2, (8,)),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}x{case[1]}")
 def test_products(case, compiled):
-    n, k, scheme, dtype, tokens = case
+    n, k, scheme, dtype, sms, tokens = case
     tensors, x, bias = layer(scheme, n, k, dtype)
     packed = arrange.pack(scheme, tensors)
     wanted = scheme.reference(tensors, x) + bias.double()
     # another order of everything, and memory that takes its time
-    other = product(compiled, packed, x[: tokens[0]], bias, seed=1)
+    other = product(compiled, packed, x[: tokens[0]], bias, seed=1, sms=sms)
     for m in tokens:
-        y = product(compiled, packed, x[:m], bias, seed=2)
+        y = product(compiled, packed, x[:m], bias, seed=2, sms=sms)
         error = (y.double() - wanted[:m]).norm() / wanted[:m].norm()
         assert error < ONE_ROUNDING[dtype], (m, float(error))
         assert torch.equal(y[: len(other)], other[:m]), "a row depends on the others"

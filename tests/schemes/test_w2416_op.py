@@ -1,6 +1,8 @@
 """w2416's op for GPUs without one: what it refuses, joins and gates; how it would launch."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +139,47 @@ def test_wrong_activations_are_refused():
     with pytest.raises(ValueError, match="600 columns, the layer takes 576"):
         call(torch.zeros(1, 600).half())
     assert call(torch.zeros(0, 576).half()).shape == (0, 576)
+
+
+def parameters_of(kernel):
+    """How many a kernel's text declares."""
+    text = (Path(plan.__file__).parent / f"{kernel}.cuh").read_text()
+    return re.search(rf"w2416_{kernel}\(([^)]*)\)", text)[1].count(",") + 1
+
+
+def test_launches_of_every_m(monkeypatch, on_the_cpu):
+    """Launches are written down, not run."""
+    launched = []
+
+    class Loaded:
+        def __init__(self, name):
+            self.name = name
+
+        def load(self, index):
+            return self
+
+        def launch(self, grid, threads, arguments, smem, cluster=1, pdl=False):
+            launched.append((self.name, grid, threads, arguments, smem, cluster, pdl))
+
+    monkeypatch.setattr(plan, "gpu", lambda index: H200)
+    monkeypatch.setattr(plan, "decode_kernel", lambda dtype, tokens, bands: Loaded(tokens))
+    monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel"))
+    packed = CudaOp(SCHEME, layer(6144)).packed
+    how = plan.Plan(0, packed.shape)
+    for m, names in ((1, [8]), (8, [8]), (9, [16]), (40, [16, 16, 8]), (65, ["panel"])):
+        for gated in (False, True):
+            launched.clear()
+            x = torch.zeros(m, 576, dtype=torch.bfloat16)
+            out = torch.zeros(m, 6144 // (1 + gated), dtype=torch.bfloat16)
+            how.path(m, gated)(x, packed.records, packed.columns, None, out)
+            assert [each[0] for each in launched] == names
+            for name, grid, threads, arguments, smem, cluster, pdl in launched:
+                kernel = "panel" if name == "panel" else "decode"
+                assert len(arguments) == parameters_of(kernel)
+                if kernel == "decode":
+                    assert (threads, cluster, pdl) == (tile.THREADS, 2, True) and grid == 132
+                    assert arguments[-1] == gated and arguments[-4] == packed.records.shape[1]
+                    stages, stage = arguments[-3:-1]
+                    assert smem == 256 + stages * stage + 1024 * name
+                else:
+                    assert grid == (packed.shape.tiles, 96) and smem == plan.PANEL_SMEM
