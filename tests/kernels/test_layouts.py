@@ -16,13 +16,18 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import jit, tensor_map
+from billfish.kernels import clusters, jit, tensor_map
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch, plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
+from billfish.schemes.w2416.cuda import arrange as mixed_arrange
+from billfish.schemes.w2416.cuda import outliers
+from billfish.schemes.w2416.cuda import plan as mixed_plan
+from billfish.schemes.w2416.cuda import tile as mixed_tile
 
 PACKAGE = Path(billfish.__file__).parent
-ENGINE, W4A16 = PACKAGE / "engine" / "cuda", PACKAGE / "schemes" / "w4a16" / "cuda"
+ENGINE = PACKAGE / "engine" / "cuda"
+W4A16, W2416 = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416"))
 H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
 CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
 DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
@@ -81,12 +86,12 @@ def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
     yield "kDecodeThreads", tile.THREADS
-    yield "kCluster", tile.CLUSTER
-    yield "kBarrierBytes", tile.BARRIER_BYTES
+    yield "kCluster", clusters.CLUSTER
+    yield "kBarrierBytes", clusters.BARRIER_BYTES
     for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
-        total = share * H200.sms // tile.CLUSTER  # bands of 64 outputs
+        total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
         how = tile.pick_tile(m, total * BRICK_N, size, H200)
-        passes = math.ceil(total * tile.CLUSTER / how.blocks / how.bands)
+        passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
         buffers = min(passes, 2)  # of partial sums
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
         sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
@@ -112,6 +117,29 @@ def panel():
     yield "kPanelThreads", plan.PANEL_THREADS
 
 
+def mixed():
+    yield "kMixedThreads", mixed_tile.THREADS
+    yield "kMixedBarrierBytes", clusters.BARRIER_BYTES
+    yield "kMostSets", mixed_tile.MOST_SETS
+    yield "kTwoK", mixed_arrange.TWO_K
+    yield "kTwoBytes", 4 * mixed_arrange.TWO_WORDS
+    yield "kFourSetBytes", 4 * mixed_arrange.SET_WORDS
+    yield "kFourMarkBytes", 4 * mixed_arrange.MARK_WORDS
+    yield "kHead", mixed_arrange.HEAD
+    yield "kAgain", outliers.AGAIN
+    for m, share in itertools.product((1, 8, 9, 16), (1, 2, 4, 9)):
+        how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, H200)
+        stage = f"MixedStage<{how.tokens}, {how.bands}>::bytes({m})"
+        yield stage, mixed_tile.stage_bytes(m, how.bands)
+        sums = f"Sums<{how.tokens}, {how.bands}>::kBytes"
+        yield f"kMixedBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+
+
+def mixed_panel():
+    yield "kPanelThreads", mixed_plan.PANEL_THREADS
+    yield "kPanelBytes", mixed_plan.PANEL_SMEM
+
+
 def read():
     yield "kReadThreads", timing.READ_THREADS
     yield "kReadBlock", timing.READ_BLOCK
@@ -132,6 +160,8 @@ MIRRORED = {
     W4A16 / "batch.cuh": batches,
     W4A16 / "panel.cuh": panel,
     W4A16 / "stripe.cuh": stripes,
+    W2416 / "decode.cuh": mixed,
+    W2416 / "panel.cuh": mixed_panel,
     timing.READ.program.source: read,
 }
 
@@ -144,7 +174,7 @@ def compare(folder, header, numbers):
     jit.compile(jit.Program(source, "billfish::compare"), "sm_90a")
 
 
-@pytest.mark.parametrize("header", MIRRORED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("header", MIRRORED, ids=lambda path: "-".join(path.parts[-3:]))
 def test_python_and_headers_agree(header, tmp_path):
     compare(tmp_path, header, dict.fromkeys(MIRRORED[header]()))
 

@@ -6,11 +6,12 @@ from torch.nn.functional import silu
 
 from billfish.kernels.device import Gpu
 from billfish.schemes.base import Reference
+from billfish.schemes.gated import Part
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cpu import CpuOp
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.gated import RUN, apart, order
-from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp, Part, StripeOp
+from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp, StripeOp
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from billfish.kernels.clusters import BARRIER_BYTES, CLUSTER
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import op as cuda
-from billfish.schemes.w4a16.cuda.tile import BARRIER_BYTES, CLUSTER, pick_tile
+from billfish.schemes.w4a16.cuda.tile import pick_tile
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 SMALL = Gpu(0, "a GPU with 100 KB an SM", "sm_120a", 84, 101376, 102400, 48 * 2**20)

@@ -68,6 +68,11 @@ struct Bfloat {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
         return v;
     }
+    static BILLFISH_DEVICE u32 fma(u32 a, u32 b, u32 c) {
+        u32 v;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+        return v;
+    }
 #if __CUDA_ARCH__ >= 900
     static BILLFISH_DEVICE u32 add(u32 a, u32 b) {
         u32 v;
@@ -80,11 +85,6 @@ struct Bfloat {
         return v;
     }
 #else  // sm_80 has fma.bf16x2 only
-    static BILLFISH_DEVICE u32 fma(u32 a, u32 b, u32 c) {
-        u32 v;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
-        return v;
-    }
     static BILLFISH_DEVICE u32 add(u32 a, u32 b) { return fma(a, 0x3f803f80u, b); }
     static BILLFISH_DEVICE u32 mul(u32 a, u32 b) { return fma(a, b, 0x80008000u); }
 #endif

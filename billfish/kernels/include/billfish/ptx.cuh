@@ -34,6 +34,19 @@ BILLFISH_DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     return v;
 }
 
+// Both halves the lower one, or the upper one. As an operand of half2 arithmetic it costs nothing:
+// ptxas makes a modifier of it (.H0_H0).
+BILLFISH_DEVICE u32 lower_twice(u32 v) {
+    u32 d;
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {l, l};\n}" : "=r"(d) : "r"(v));
+    return d;
+}
+BILLFISH_DEVICE u32 upper_twice(u32 v) {
+    u32 d;
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n mov.b32 %0, {h, h};\n}" : "=r"(d) : "r"(v));
+    return d;
+}
+
 // -- shared memory
 
 // 16 bytes a thread; no bank conflicts where eight neighbours touch 128 distinct bytes.
@@ -73,6 +86,10 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
     return v;
+}
+
+BILLFISH_DEVICE void store_smem_8(u32 address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
 BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {

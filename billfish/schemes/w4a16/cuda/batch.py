@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from billfish.formats.layout import BRICK_K, BRICK_N
+from billfish.kernels.clusters import RESERVED
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda.tile import RESERVED
 
 THREADS = 384  # a producer warpgroup, two that multiply
 MOST_STAGES = 8  # batch.cuh reserves barriers for this many

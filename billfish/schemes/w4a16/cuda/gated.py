@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from billfish.schemes import gated
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16.scheme import W4A16
 
@@ -16,8 +17,7 @@ RUN = 8  # consecutive gates or ups
 
 
 def order(n: int) -> Tensor:
-    """Index among the n interleaved rows -> index in [all gates, all ups]."""
-    return torch.arange(n).view(2, -1, RUN).transpose(0, 1).flatten()
+    return gated.order(n, RUN)
 
 
 def interleaved(scheme: W4A16, layers: Sequence[Tensors]) -> dict[str, Tensor]:
@@ -30,5 +30,4 @@ def interleaved(scheme: W4A16, layers: Sequence[Tensors]) -> dict[str, Tensor]:
 
 
 def apart(y: Tensor) -> Tensor:
-    """(..., n) interleaved -> all gates, then all ups."""
-    return y.view(*y.shape[:-1], -1, 2, RUN).transpose(-3, -2).reshape(y.shape)
+    return gated.apart(y, RUN)

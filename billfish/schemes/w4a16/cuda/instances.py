@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
+from billfish.kernels import clusters
 from billfish.kernels.device import capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
-from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.cuda import arrange, batch, stripe
 from billfish.schemes.w4a16.scheme import W4A16
 
 HERE = Path(__file__).parent
@@ -77,7 +78,7 @@ def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
 
 
 def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
-    most = max(stripe.BANDS) if rounds_once(kind, dtype) else tile.MOST_TOKENS
+    most = max(stripe.BANDS) if rounds_once(kind, dtype) else clusters.MOST_TOKENS
     return [tokens for tokens in stripe.BANDS if tokens <= most]
 
 

@@ -5,8 +5,8 @@ plan.py launches. Kernels are compiled when a layer is loaded, never during a CU
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from billfish.kernels import jit
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.schemes.base import Op, Tensors, together, watched
+from billfish.schemes.gated import Gated
 from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cuda import arrange
-from billfish.schemes.w4a16.cuda.gated import RUN, apart, interleaved, order
+from billfish.schemes.w4a16.cuda.gated import RUN, interleaved
 from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH, KINDS, Kind, programs, runs_batches
 from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
@@ -30,6 +31,7 @@ class CudaOp(Op):
     name: ClassVar[str] = "cuda"
     kernel: ClassVar[Literal["decode", "stripe"]] = "decode"
     least: ClassVar[tuple[int, int]] = (9, 0)  # compute capability
+    run: ClassVar[int] = RUN
 
     @classmethod
     def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:
@@ -100,6 +102,19 @@ class CudaOp(Op):
         packed = self.scheme.pack(codes, tensors["weight_scale"], zeros)
         return {**packed, "weight_g_idx": self.g_idx}
 
+    @property
+    def n(self) -> int:
+        return self.shape.n
+
+    @property
+    def device(self) -> torch.device:
+        return self.records.device
+
+    def rows(self, which: Tensor) -> dict[str, Tensor]:
+        scheme, tensors = self.scheme, self.canonical()
+        codes, zeros = scheme.codes(tensors), scheme.zeros(tensors)
+        return scheme.pack(codes[which], tensors["weight_scale"][which], zeros[which])
+
     def nbytes(self) -> int:
         kept = (self.records, self.g_idx, self.order)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -118,7 +133,7 @@ class CudaOp(Op):
         return whole
 
     @classmethod
-    def gate(cls, ops: Sequence[Self]) -> "Gated | None":
+    def gate(cls, ops: Sequence[Self]) -> Gated | None:
         sizes, device = [op.shape.n for op in ops], ops[0].records.device
         runs = runs_batches(KINDS[ops[0].kind], ops[0].shape.scale_dtype, gpu(device).arch)
         if not runs or not _alike(ops) or len(set(sizes)) > 1 or sum(sizes) % (2 * RUN):
@@ -130,63 +145,6 @@ class CudaOp(Op):
 def _alike(ops: Sequence[CudaOp]) -> bool:
     kinds = {(op.scheme, op.records.device, replace(op.shape, n=0)) for op in ops}
     return len(kinds) == 1 and ops[0].g_idx is None
-
-
-@dataclass(frozen=True)
-class Gated:
-    whole: "CudaOp"
-    parts: list["Part"]  # the layers' ops from now on
-
-    @classmethod
-    def of(cls, whole: "CudaOp", sizes: Sequence[int]) -> "Gated":
-        places = torch.argsort(order(whole.shape.n)).to(whole.records.device)
-        rows = torch.split(places, list(sizes))
-        return cls(whole, [Part(whole, each) for each in rows])
-
-    def __call__(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n / 2): silu(gate) * up
-        return self.whole(x, gated=True)
-
-    def both(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n): gates, then ups
-        return apart(self.whole(x))
-
-
-class Part(Op):
-    """Op of the gate or the up layer alone, for code that calls the model's modules instead of the
-    decoder: it computes both and takes its rows, twice the work."""
-
-    name: ClassVar[str] = "gated"
-
-    @classmethod
-    def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str:
-        return "it is made of a gate and an up layer that are arranged already."
-
-    def __init__(self, whole: "CudaOp", rows: Tensor) -> None:
-        self.whole, self.rows = whole, rows
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self.whole(x)[..., self.rows]
-        return y if bias is None else y + bias
-
-    def canonical(self) -> dict[str, Tensor]:
-        scheme, tensors = self.whole.scheme, self.whole.canonical()
-        codes, zeros = scheme.codes(tensors), scheme.zeros(tensors)
-        scales = tensors["weight_scale"]
-        return scheme.pack(codes[self.rows], scales[self.rows], zeros[self.rows])
-
-    def nbytes(self) -> int:
-        return self.whole.nbytes() * len(self.rows) // self.whole.shape.n
-
-    @classmethod
-    def join(cls, ops: Sequence[Any]) -> None:
-        """Gate and up are joined already."""
-
-    @classmethod
-    def gate(cls, ops: Sequence["Part"]) -> Gated | None:
-        """The op that they are parts of, for a second decoder of the same model."""
-        found = Gated.of(ops[0].whole, [len(op.rows) for op in ops])
-        pairs = zip(ops, found.parts, strict=True)
-        same = all(a.whole is b.whole and torch.equal(a.rows, b.rows) for a, b in pairs)
-        return found if same else None
 
 
 class StripeOp(CudaOp):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
-from billfish.kernels import tensor_map, workspace
+from billfish.kernels import clusters, tensor_map, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
@@ -119,7 +119,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, tile.CLUSTER, True)
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
 
         return run
 
@@ -182,7 +182,7 @@ class Plan:
         if invariant:
             kernel = partial(self.batch, invariant=True, gated=gated)
             return self._slices(m, batch.MOST_INVARIANT, lambda rows: kernel)
-        if m <= tile.MOST_TOKENS:
+        if m <= clusters.MOST_TOKENS:
             return self._one(m, partial(self._few(m), gated=gated))
         if self.batches:
             return self._one(m, partial(self.batch, invariant=False, gated=gated))

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from billfish.errors import UserError
+from billfish.kernels.clusters import MOST_TOKENS
 from billfish.kernels.device import gpu
-from billfish.schemes.w4a16.cuda import batch, tile
+from billfish.schemes.w4a16.cuda import batch
 from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH
 from billfish.schemes.w4a16.cuda.op import CudaOp
 from billfish.schemes.w4a16.cuda.plan import plan
@@ -25,10 +26,10 @@ MEASURED = "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes]
 
 
 def check(rows: tuple[int, ...]) -> None:
-    wrong = [m for m in rows if m <= tile.MOST_TOKENS]
+    wrong = [m for m in rows if m <= MOST_TOKENS]
     if wrong:
         raise UserError(
-            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {tile.MOST_TOKENS + 1} tokens and "
+            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {MOST_TOKENS + 1} tokens and "
             "more; fewer go elsewhere."
         )
 

@@ -41,6 +41,10 @@ inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
     meet(warp.gate, 32);
 }
 inline float load_smem_float(u32 a) { return read<float>(a); }
+inline void store_smem_8(u32 to, float a, float b) {
+    const float v[2] = {a, b};
+    write(smem_at(to, 8), v, 8);
+}
 inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
 
 template <int kBarrier, int kThreads>
@@ -64,6 +68,8 @@ inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
 inline void barrier_init_fence() {}
 inline u32 thread_index() { return threadIdx.x; }
+inline u32 lower_twice(u32 v) { return (v & 0xffff) * 0x10001u; }
+inline u32 upper_twice(u32 v) { return (v >> 16) * 0x10001u; }
 inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 
 inline void barrier_arrive(u32 b) { barrier_at(b).arrive(); }

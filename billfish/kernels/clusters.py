@@ -1,0 +1,64 @@
+"""Tile configuration of kernels on clusters of two CTAs (include/billfish/share.cuh): a pure
+function of sizes, tested without a GPU.
+
+A cluster computes a share of the outputs, `bands` bands of 64 at a time; its CTAs split the inputs.
+Shares, bands and the split depend on the layer and the GPU, not on the number of tokens, so a
+token's sums are added in the same order in every batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from billfish.kernels.device import Gpu
+
+BAND = 64  # outputs
+MOST_TOKENS = 16  # of one launch: two tensor-core tiles of 8 tokens
+CLUSTER = 2
+STAGE_RECORDS = 4
+MOST_STAGES = 8  # kernels reserve barriers for this many
+BARRIER_BYTES = 256
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each CTA
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One launch."""
+
+    tokens: int  # 8 or 16: template parameter of the kernel
+    bands: int  # 1, 2 or 4
+    blocks: int
+    stages: int
+    smem: int
+
+
+def tokens_of(m: int) -> int:
+    return 8 if m <= 8 else MOST_TOKENS
+
+
+def sums_bytes(tokens: int) -> int:
+    """Partial sums of a pass (share.cuh, Sums)."""
+    return STAGE_RECORDS * BAND * tokens * 4
+
+
+def pick(m: int, n: int, gpu: Gpu, stage: Callable[[int, int], int], buffers: int) -> Tile:
+    """A rule measured on an H200 (docs/LOG.md) and used for all GPUs. `stage(tokens, bands)` is the
+    bytes of a stage; a launch of several passes has `buffers` of partial sums.
+
+    Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
+    those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
+    weights (PDL). Larger layers use both slots: 57344 x 8192 takes 57 us instead of 63.
+    """
+    tokens = tokens_of(m)
+    total = -(-n // BAND)
+    clusters = gpu.sms // CLUSTER
+    if total > 2 * clusters:
+        clusters *= 2
+    share = -(-total // clusters)
+    bands = share if share <= 2 else 4
+    passes = -(-share // bands)
+    fixed, each = BARRIER_BYTES + sums_bytes(tokens) * min(passes, buffers), stage(tokens, bands)
+    room = gpu.smem_per_sm // 2 - RESERVED
+    if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
+        room = gpu.smem_per_block
+    stages = min(MOST_STAGES, (room - fixed) // each)
+    return Tile(tokens, bands, clusters * CLUSTER, stages, fixed + stages * each)

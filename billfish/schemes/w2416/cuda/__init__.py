@@ -1,0 +1,1 @@
+"""w2416 on an NVIDIA GPU: records, tile configurations, kernels."""

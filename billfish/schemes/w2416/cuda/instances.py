@@ -1,0 +1,38 @@
+"""Template instances of the w2416 CUDA kernels, and which of them a model may need."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.schemes.w2416.scheme import ZERO, ZERO_STEP
+
+HERE = Path(__file__).parent
+ARCH = "sm_90a"
+TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+SIXTEENTHS = (round(ZERO * 16), round(ZERO_STEP * 16))  # kernels know zeros in sixteenths of a step
+assert SIXTEENTHS == (ZERO * 16, ZERO_STEP * 16)
+
+
+@functools.cache
+def decode_kernel(dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    return _kernel("decode", dtype, tokens, bands)
+
+
+@functools.cache
+def panel_kernel(dtype: torch.dtype) -> Kernel:
+    return _kernel("panel", dtype)
+
+
+def _kernel(name: str, dtype: torch.dtype, *numbers: int) -> Kernel:
+    arguments = ", ".join(map(str, (TYPES[dtype], *SIXTEENTHS, *numbers)))
+    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w2416_{name}<{arguments}>"))
+
+
+def programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+    if dtype not in TYPES or arch != ARCH:
+        return ()
+    kernels = [decode_kernel(dtype, tokens, bands) for tokens in (8, 16) for bands in (1, 2, 4)]
+    return tuple(kernel.program for kernel in (*kernels, panel_kernel(dtype)))

@@ -1,0 +1,224 @@
+"""w2416's kernels without a GPU: they compile and keep to registers, and their own text on the
+emulated GPU (emulator/, test_emulated.py) gives the oracle's products in any order of events."""
+
+import re
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from cpp_compiler import compile_cpp, needs_compiler
+from torch.nn.functional import silu
+
+import billfish
+from billfish.kernels import jit
+from billfish.kernels.device import Gpu
+from billfish.schemes.gated import apart, order
+from billfish.schemes.w2416 import W2416
+from billfish.schemes.w2416.cuda import arrange, plan, tile
+from billfish.schemes.w2416.cuda.instances import SIXTEENTHS, programs
+
+HERE = Path(__file__).parent / "emulator"
+PACKAGE = Path(billfish.__file__).parent
+CUDA = PACKAGE / "schemes" / "w2416" / "cuda"
+FP16, BF16 = torch.float16, torch.bfloat16
+TYPES = {FP16: "Half", BF16: "Bfloat"}
+ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernels_compile_without_spills(dtype):
+    wanted = programs(dtype, "sm_90a")
+    assert len(set(wanted)) == 7
+    if dtype == BF16:  # the same text, and as many registers: those of 16 tokens, which need most
+        wanted = wanted[3:]
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
+    for program, cubin in zip(wanted, made, strict=True):
+        assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
+        # two CTAs of 12 warps on an SM
+        assert 16 <= cubin.registers <= 80, (program.name, cubin.registers)
+    assert not programs(dtype, "sm_80") and not programs(torch.float32, "sm_90a")
+
+
+# -- on the emulated GPU
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("emulator"), {}
+
+    def build(kernel, arguments, text=None):
+        key = (kernel, arguments, text)
+        if key not in known:
+            source = CUDA / f"{kernel}.cuh"
+            if text is not None:
+                source = folder / f"{len(known)}.cuh"
+                source.write_text(text)
+            threads = plan.PANEL_THREADS if kernel == "panel" else tile.THREADS
+            known[key] = compile_cpp(
+                HERE / "mixed.cpp",
+                folder / f"run{len(known)}",
+                f"-I{HERE}",
+                f"-I{PACKAGE / 'kernels' / 'include'}",
+                f'-DKERNEL_FILE="{source}"',
+                f"-D{kernel.upper()}",
+                f"-DTHREADS={threads}",
+                f"-DKERNEL=w2416_{kernel}<{arguments}>",
+            )
+        return known[key]
+
+    return build
+
+
+def bytes_of(tensor):
+    content = b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return struct.pack("<Q", len(content)) + content
+
+
+def run(program, packed, m, grid, stages, smem, stage, x, bias=None, seed=1, gated=False):
+    shape = packed.shape
+    sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
+    numbers = (seed, *sizes, packed.records.shape[1], grid, stages, smem, stage, int(gated))
+    given = b"".join(map(bytes_of, (packed.records, packed.columns, x, bias)))
+    ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
+    assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
+    return torch.frombuffer(bytearray(ran.stdout), dtype=shape.dtype)
+
+
+def product(compiled, packed, x, bias, seed, text=None, gated=False, sms=4):
+    gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
+    how = tile.pick_tile(len(x), packed.shape.n, gpu)
+    names = (TYPES[x.dtype], *SIXTEENTHS, how.tokens, how.bands)
+    program = compiled("decode", ",".join(map(str, names)), text)
+    stage = tile.stage_bytes(len(x), how.bands)
+    launch = (len(x), how.blocks, how.stages, how.smem, stage)
+    return run(program, packed, *launch, x, bias, seed, gated).view(len(x), -1)
+
+
+def layer(scheme, n, k, dtype):
+    source = torch.Generator().manual_seed(n + k)
+    tensors = scheme.random_tensors(n, k, dtype, source)
+    x = torch.randn(16, k, generator=source).to(dtype)
+    return tensors, x, torch.randn(n, generator=source).to(dtype)
+
+
+# n, k, scheme, dtype, SMs, tokens. 4 SMs are 2 clusters, and 2 are 2 where there is much: up to 128
+# outputs are passes of one band, 144 and 208 of two, 272 of three, 528 two passes. k = 96: no 4-bit
+# groups; 1536: two parts; 1024 at 2.6 bits: a record with scales of two parts.
+CASES = [
+    (48, 576, W2416(2.91), FP16, 4, (1, 3, 8)),
+    (112, 96, W2416(2.91), FP16, 4, (8,)),
+    (144, 1536, W2416(3.3, 0.005), BF16, 4, (16,)),
+    (208, 512, W2416(3.0, 0.0), BF16, 4, (3,)),
+    (80, 1024, W2416(2.6), FP16, 4, (16,)),
+    (272, 144, W2416(3.3, 0.01), BF16, 2, (16,)),
+    (528, 160, W2416(3.9, 0.02), FP16, 2, (8,)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}x{case[1]}")
+def test_products(case, compiled):
+    n, k, scheme, dtype, sms, tokens = case
+    tensors, x, bias = layer(scheme, n, k, dtype)
+    packed = arrange.pack(scheme, tensors)
+    wanted = scheme.reference(tensors, x) + bias.double()
+    # another order of everything, and memory that takes its time
+    other = product(compiled, packed, x[: tokens[0]], bias, seed=1, sms=sms)
+    for m in tokens:
+        y = product(compiled, packed, x[:m], bias, seed=2, sms=sms)
+        error = (y.double() - wanted[:m]).norm() / wanted[:m].norm()
+        assert error < ONE_ROUNDING[dtype], (m, float(error))
+        assert torch.equal(y[: len(other)], other[:m]), "a row depends on the others"
+
+
+@needs_compiler
+def test_tokens_do_not_change_a_row(compiled):
+    """The instances for 8 and 16 tokens add in the same order."""
+    scheme = W2416(3.3, 0.005)
+    tensors, x, _ = layer(scheme, 144, 512, BF16)
+    packed = arrange.pack(scheme, tensors)
+    few, many = (product(compiled, packed, x[:m], None, 2) for m in (2, 9))
+    assert torch.equal(few, many[:2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [1, 200])  # all at one place; all in one row
+def test_outliers_that_meet(columns, compiled):
+    scheme = W2416(3.9, 0.02)
+    tensors, x, _ = layer(scheme, 48, 576, FP16)
+    places = 5 * 576 + torch.arange(tensors["outlier_place"].numel()) * 7 % columns
+    tensors["outlier_place"] = places.view_as(tensors["outlier_place"]).to(torch.int16)
+    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:3])
+    y = product(compiled, packed, x[:3], None, 2)
+    assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("sms", [6, 8])  # three clusters, four: every output belongs to one
+def test_any_number_of_clusters(sms, compiled):
+    scheme = W2416(2.91)
+    tensors, x, _ = layer(scheme, 112, 96, FP16)
+    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:8])
+    y = product(compiled, packed, x[:8], None, 2, sms=sms)
+    assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
+
+
+@needs_compiler
+def test_gated_products(compiled):
+    """What the product without it stores, gated with torch's operators."""
+    scheme, n, m = W2416(3.0, 0.0), 112, 3
+    tensors, x, _ = layer(scheme, 2 * n, 512, BF16)
+    bands = order(2 * n, plan.RUN)[:: plan.RUN] // plan.RUN
+    rows = {name: tensor for name, tensor in tensors.items() if name != "input_bits"}
+    mixed = {
+        name: tensor.view(2 * n // plan.RUN, -1, *tensor.shape[1:])[bands].flatten(0, 1)
+        for name, tensor in rows.items()
+    }
+    packed = arrange.pack(scheme, {"input_bits": tensors["input_bits"], **mixed})
+    y, both = (product(compiled, packed, x[:m], None, 2, gated=g) for g in (True, False))
+    gate, up = apart(both, plan.RUN).chunk(2, -1)
+    wanted = silu(gate) * up
+    assert y.shape == (m, n) and (y == wanted).float().mean() > 0.99
+    torch.testing.assert_close(y, wanted, rtol=4 * ONE_ROUNDING[BF16], atol=1e-30)
+    exact = scheme.reference(tensors, x[:m])
+    error = apart(both, plan.RUN).double() - exact
+    assert error.norm() < ONE_ROUNDING[BF16] * exact.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("n", "k", "dtype"), [(80, 576, FP16), (16, 2048, BF16)], ids=str)
+def test_panels_are_the_weights_rounded_once(n, k, dtype, compiled):
+    for scheme in (W2416(2.6), W2416(3.9, 0.02)):
+        tensors, _, _ = layer(scheme, n, k, dtype)
+        packed = arrange.pack(scheme, tensors)
+        program = compiled("panel", ",".join(map(str, (TYPES[dtype], *SIXTEENTHS))))
+        made = run(program, packed, 0, packed.shape.bands, 0, plan.PANEL_SMEM, 0, None)
+        assert torch.equal(made.view(n, k), scheme.dequantize(tensors).to(dtype))
+
+
+MISTAKES = [
+    r"barrier_wait\(ready, pass & 1\);",
+    r"sync_some<kStop, 32 \* kReaders>\(\);",
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("pattern", MISTAKES)
+def test_the_emulator_sees_mistakes(pattern, compiled):
+    broken, count = re.subn(pattern, ";", (CUDA / "decode.cuh").read_text())
+    assert count, "the text has changed: mend the pattern"
+    scheme = W2416(3.9, 0.02)
+    tensors, x, _ = layer(scheme, 112, 4096, FP16)  # the ring goes round
+    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:2])
+    for seed in range(4):
+        try:
+            y = product(compiled, packed, x[:2], None, seed, broken)
+        except AssertionError:
+            return  # the emulator stopped it
+        if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):
+            return
+    pytest.fail("nothing seen")

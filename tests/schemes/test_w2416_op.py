@@ -1,0 +1,185 @@
+"""w2416's op for GPUs without one: what it refuses, joins and gates; how it would launch."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from billfish.errors import UserError
+from billfish.kernels import jit
+from billfish.kernels.device import Gpu
+from billfish.schemes.base import Reference
+from billfish.schemes.gated import Part, apart
+from billfish.schemes.w2416 import FAMILY, W2416
+from billfish.schemes.w2416.cuda import plan, tile
+from billfish.schemes.w2416.cuda.op import CudaOp
+
+H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
+SCHEME, CARD = W2416(2.91), torch.device("cuda")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """The op arranges here, and its products are the oracle's."""
+
+    def product(op, x, bias=None, gated=False):
+        y = Reference(op.scheme, op.canonical())(x, bias)
+        if not gated:
+            return y
+        gate, up = apart(y, op.run).chunk(2, -1)
+        return silu(gate) * up
+
+    monkeypatch.setattr(CudaOp, "_prepare", lambda op: None)
+    monkeypatch.setattr(CudaOp, "__call__", product)
+
+
+def layer(n, k=576, seed=0, scheme=SCHEME, dtype=torch.bfloat16):
+    tensors = scheme.random_tensors(n, k, dtype, torch.Generator().manual_seed(seed + n))
+    same_inputs = scheme.random_tensors(16, k, dtype, torch.Generator().manual_seed(1))
+    return {**tensors, "input_bits": same_inputs["input_bits"]}
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_refusals(monkeypatch):
+    assert FAMILY.ops[0] is CudaOp
+    assert "model.to('cuda')" in CudaOp.refuses(SCHEME, 64, 512, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "`billfish doctor`" in CudaOp.refuses(SCHEME, 64, 512, CARD)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for found in ((8, 6), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, f=found: f)
+        reason = CudaOp.refuses(SCHEME, 64, 512, CARD)
+        here = f"{found[0]}.{found[1]}"
+        assert "Hopper" in reason and here in reason and 'op="reference"' in reason
+        assert reason.endswith(".") and "\n" not in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert CudaOp.refuses(SCHEME, 64, 512, CARD) is None
+
+    def missing():
+        raise UserError("not here")
+
+    monkeypatch.setattr(jit, "version", missing)
+    assert "billfish[cuda]" in CudaOp.refuses(SCHEME, 64, 512, CARD)
+
+
+@pytest.mark.parametrize("scheme", [*W2416.examples(), SCHEME], ids=str)
+def test_canonical_tensors_come_back(scheme, on_the_cpu):
+    tensors = layer(80, scheme=scheme)
+    op = CudaOp(scheme, tensors)
+    same(op.canonical(), tensors)
+    assert (op.n, op.device.type) == (80, "cpu")
+    assert op.nbytes() >= op.packed.records.nbytes
+
+
+def test_join(on_the_cpu):
+    each = [layer(n) for n in (128, 64, 48)]
+    ops = [CudaOp(SCHEME, tensors) for tensors in each]
+    x = torch.randn(3, 576).bfloat16()
+    before = [op(x) for op in ops]
+    whole = CudaOp.join(ops)
+    assert whole.n == 240 and torch.equal(whole(x), torch.cat(before, -1))
+    for op, tensors in zip(ops, each, strict=True):
+        assert op.packed.records.untyped_storage().data_ptr() == whole.packed.records.data_ptr()
+        same(op.canonical(), tensors)
+    short = [CudaOp(SCHEME, layer(n)) for n in (48, 64)]
+    assert CudaOp.join(short) is None  # the first does not fill its last band
+    other = dict(layer(64), input_bits=layer(64)["input_bits"].flip(0))
+    assert CudaOp.join([CudaOp(SCHEME, layer(64)), CudaOp(SCHEME, other)]) is None
+    wide = CudaOp(W2416(3.0), layer(64, scheme=W2416(3.0)))
+    assert CudaOp.join([CudaOp(SCHEME, layer(64)), wide]) is None
+
+
+@pytest.mark.parametrize("n", [64, 112])
+def test_gate(n, on_the_cpu):
+    each = [layer(n, seed=seed) for seed in (0, 1)]
+    gated = CudaOp.gate([CudaOp(SCHEME, tensors) for tensors in each])
+    x = torch.randn(3, 576).bfloat16()
+    gate, up = (Reference(SCHEME, tensors)(x) for tensors in each)
+    assert torch.equal(gated(x), silu(gate) * up)
+    assert torch.equal(gated.both(x), torch.cat([gate, up], -1))
+    for part, tensors, y in zip(gated.parts, each, (gate, up), strict=True):
+        same(part.canonical(), tensors)
+        assert torch.equal(part(x), y) and part.nbytes() == gated.whole.nbytes() // 2
+    assert Part.gate(gated.parts).whole is gated.whole
+    assert CudaOp.gate([CudaOp(SCHEME, layer(n)), CudaOp(SCHEME, layer(n + 16))]) is None
+    (one,) = CudaOp.gate([CudaOp(SCHEME, layer(2 * n))]).parts  # gate and up in one layer
+    same(one.canonical(), layer(2 * n))
+
+
+@pytest.mark.parametrize("n", [16, 576, 4096, 6144, 8192, 10240, 28672, 57344, 151936])
+def test_launches_fit_and_tokens_do_not_decide(n):
+    for gpu in (H200, dataclasses.replace(H200, sms=2)):
+        tiles = [tile.pick_tile(m, n, gpu) for m in range(1, 17)]
+        assert len({(how.bands, how.blocks) for how in tiles}) == 1
+        assert all(2 <= how.stages <= 8 and how.smem <= gpu.smem_per_block for how in tiles)
+        if tiles[0].blocks > gpu.sms:  # both slots of an SM
+            assert all(2 * (how.smem + 1024) <= gpu.smem_per_sm for how in tiles)
+            assert (tiles[0].stages, tiles[7].stages, tiles[15].stages) in ((5, 4, 3), (4, 3, 2))
+
+
+def test_wrong_activations_are_refused():
+    shape = (576, 1, 27, 9)  # n; parts, and groups of 2 and 4 bits of a part
+    records = torch.empty(1, 4, dtype=torch.int32)
+
+    def call(x, half=True):
+        return plan.linear(x, records, records[0], None, *shape, half)
+
+    with pytest.raises(UserError, match=r"float32.*float16 and bfloat16"):
+        call(torch.zeros(1, 576))
+    with pytest.raises(UserError, match=r"bfloat16, scales of this layer .*float16.*Load"):
+        call(torch.zeros(1, 576).bfloat16())
+    with pytest.raises(ValueError, match="600 columns, the layer takes 576"):
+        call(torch.zeros(1, 600).half())
+    assert call(torch.zeros(0, 576).half()).shape == (0, 576)
+
+
+def parameters_of(kernel):
+    """How many a kernel's text declares."""
+    text = (Path(plan.__file__).parent / f"{kernel}.cuh").read_text()
+    return re.search(rf"w2416_{kernel}\(([^)]*)\)", text)[1].count(",") + 1
+
+
+def test_launches_of_every_m(monkeypatch, on_the_cpu):
+    """Launches are written down, not run."""
+    launched = []
+
+    class Loaded:
+        def __init__(self, name):
+            self.name = name
+
+        def load(self, index):
+            return self
+
+        def launch(self, grid, threads, arguments, smem, cluster=1, pdl=False):
+            launched.append((self.name, grid, threads, arguments, smem, cluster, pdl))
+
+    monkeypatch.setattr(plan, "gpu", lambda index: H200)
+    monkeypatch.setattr(plan, "decode_kernel", lambda dtype, tokens, bands: Loaded(tokens))
+    monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel"))
+    packed = CudaOp(SCHEME, layer(6144)).packed
+    how = plan.Plan(0, packed.shape)
+    for m, names in ((1, [8]), (8, [8]), (9, [16]), (40, [16, 16, 8]), (65, ["panel"])):
+        for gated in (False, True):
+            launched.clear()
+            x = torch.zeros(m, 576, dtype=torch.bfloat16)
+            out = torch.zeros(m, 6144 // (1 + gated), dtype=torch.bfloat16)
+            how.path(m, gated)(x, packed.records, packed.columns, None, out)
+            assert [each[0] for each in launched] == names
+            for name, grid, threads, arguments, smem, cluster, pdl in launched:
+                kernel = "panel" if name == "panel" else "decode"
+                assert len(arguments) == parameters_of(kernel)
+                if kernel == "decode":
+                    assert (threads, cluster, pdl) == (tile.THREADS, 2, True) and grid == 132
+                    assert arguments[-1] == gated and arguments[-4] == packed.records.shape[1]
+                    stages, stage = arguments[-3:-1]
+                    assert smem == 256 + stages * stage + 1024 * name
+                else:
+                    assert grid == (packed.shape.tiles, 96) and smem == plan.PANEL_SMEM
