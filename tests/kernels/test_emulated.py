@@ -247,7 +247,7 @@ def test_identity_returns_the_weights_rounded_once(kernel, compiled):
 MISTAKES = [
     ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
-    ("decode: share", r"row >= rows", "0"),
+    ("decode", r"row >= rows", "0"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),

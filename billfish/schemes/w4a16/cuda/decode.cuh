@@ -3,20 +3,28 @@
 // Every cluster gets the same share of the outputs, in bands of 64, and its two blocks split the
 // inputs: MARLIN's stripes, chosen so that a stripe never leaves its cluster. The split-K reduction
 // then needs no locks and no workspace, only distributed shared memory, and every SM streams the
-// same number of bytes (share.cuh).
+// same number of bytes.
+//
+//     cluster c of C:  bands [c, c + 1) / C, in passes of at most kBands
+//     block r of 2:    inputs [r, r + 1) / 2 of each pass, in slices of 128
 //
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
 //                  previous kernel has ended (PDL), since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended
 //     warps 2-9    consumers: 32 outputs x 128 inputs at a time
+//     reduction    partial sums go to the block that owns the outputs (st.async), which adds them
+//                  in the order of k: the same bits in every run, for every m and batch
 //
 // Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
 
-#include "billfish/share.cuh"
+#include "billfish/gate.cuh"
+#include "billfish/record.cuh"
 
 namespace billfish {
 
+constexpr int kMathWarps = 8;
+constexpr int kCluster = 2;  // the only size that reaches every SM: GPCs have odd numbers of pairs
 constexpr int kFirstMathWarp = 2;
 constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
@@ -34,6 +42,61 @@ struct DecodeStage {
 
 // Shared memory: [barriers, 256 B][stages][partial sums, two buffers]. tile.py counts the same.
 constexpr int kBarrierBytes = 256;
+
+// A slot of the ring and the parity its barriers are waited for. A warp must not skip a stage:
+// copies arrive out of order, and parity does not tell the next round from the previous one.
+struct Slot {
+    int index = 0;
+    u32 parity = 0;
+    BILLFISH_DEVICE bool advance(int stages) {  // true: it wrapped around
+        if (++index != stages) return false;
+        index = 0, parity ^= 1;
+        return true;
+    }
+};
+
+#if __CUDA_ARCH__ >= 900
+
+// A block's share of the work. Recomputed wherever it is needed: kept, it would cost the inner loop
+// registers, and special registers are cheap to read.
+struct Share {
+    int rank, first_band, bands, most_bands, k_begin, span;
+    BILLFISH_DEVICE Share(int n, int k_tiles) {
+        const u32 total = (n + kRecordN - 1) / kRecordN;
+        const u32 index = cluster_index(), count = cluster_count();
+        rank = cluster_rank();
+        first_band = total * index / count;  // some 10^5 bands x 10^2 clusters
+        bands = total * (index + 1) / count - first_band;
+        most_bands = (total + count - 1) / count;
+        k_begin = k_tiles * rank / kCluster;
+        span = k_tiles * (rank + 1) / kCluster - k_begin;
+    }
+    BILLFISH_DEVICE int passes(int most) const { return (bands + most - 1) / most; }
+    // Bands before pass `pass` of `passes`, as even as possible.
+    BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
+};
+
+// A math warp: slice `sub` of a stage, the `within`-th 32 outputs. Recomputed like Share.
+template <int kWarpsN>
+struct Worker {
+    int lane, index, sub, within, band;
+    BILLFISH_DEVICE Worker() {
+        const int thread = thread_index() - 32 * kFirstMathWarp;
+        lane = thread % 32, index = thread / 32;
+        sub = index / kWarpsN, within = index % kWarpsN, band = within / 2;
+    }
+};
+
+// A block without work stays about as long as the others need: an SM with both slots free would get
+// two blocks of a later kernel, which then waits for that SM (9.4 us became 13.3 for 14336 x 4096,
+// 64 bands on 66 clusters). A record takes 128 ns of an SM's bandwidth.
+BILLFISH_DEVICE void linger(int records) {
+    dependency_wait();
+    for (const u64 begin = nanoseconds(); nanoseconds() - begin < 100u * records;)
+        sleep_nanoseconds(200);
+}
+
+#endif
 
 // `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
 // last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
@@ -143,7 +206,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
 
     LanePlaces<kTokens> places;
     {
-        const Worker<kWarpsN, kFirstMathWarp> me;
+        const Worker<kWarpsN> me;
         places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
             ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
             ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
@@ -156,7 +219,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         int rounds, mine;  // stages, and those in which this warp has work
         {
             const Share share(n, k_tiles);
-            const Worker<kWarpsN, kFirstMathWarp> me;
+            const Worker<kWarpsN> me;
             const int passes = share.passes(kBands);
             const int have = share.before(pass + 1, passes) - share.before(pass, passes);
             rounds = (share.span + kSlices - 1) / kSlices;
@@ -175,24 +238,63 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 
-        // With two buffers a block can be one pass ahead: all its warps have read a buffer before
-        // any sends sums of the next pass, and whoever writes that buffer again has sums of the
-        // next pass from both blocks (tests/kernels/test_decode_protocol.py).
-        using Exchange = Sums<kTokens, kBands>;
+        // Partial sums are reduced once a tile (MARLIN 3.4). With two buffers a block can be one
+        // pass ahead: all its warps have read a buffer before any sends sums of the next pass, and
+        // whoever writes that buffer again has sums of the next pass from both blocks
+        // (tests/kernels/test_decode_protocol.py).
+        constexpr int kSumsBytes = kSlices * kBands * kRecordN * kTokens * 4;
         const Share share(n, k_tiles);
-        const Worker<kWarpsN, kFirstMathWarp> me;
+        const Worker<kWarpsN> me;
         const int passes = share.passes(kBands);
         const int have = share.before(pass + 1, passes) - share.before(pass, passes);
         const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
-        const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * Exchange::kBytes;
+        const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * kSumsBytes;
         const u32 barrier = reduced + (pass & 1) * 8;
         if (me.index == 0 && me.lane == 0)
-            barrier_arrive_expect(barrier, Exchange::expected(rows, m));
-        if (me.band < have)
-            Exchange::send(acc, buffer, barrier, me, rank, rows, m, finish<T>);
+            barrier_arrive_expect(barrier, kCluster * kSlices * rows * ((m + 1) / 2) * 8);
+        if (me.band < have) {
+#pragma unroll
+            for (int brick = 0; brick < 2; ++brick) {
+#pragma unroll
+                for (int lower = 0; lower < 2; ++lower) {
+                    const int row = me.within * 32 + brick * 16 + lower * 8 + me.lane / 4;
+                    const int owner = row >= rows, part = rank * kSlices + me.sub;
+                    const int place = part * rows + row - owner * rows;
+                    const u32 to =
+                        in_block(buffer + (place * kTokens + me.lane % 4 * 2) * 4, owner);
+                    const u32 signal = in_block(barrier, owner);
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block) {
+                        const float(&sum)[4] = acc[brick][block];
+                        if (block * 8 + me.lane % 4 * 2 < m)
+                            store_remote(to + block * 32, finish<T>(sum[lower * 2], lower),
+                                         finish<T>(sum[lower * 2 + 1], lower), signal);
+                    }
+                }
+            }
+        }
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * rows;
         barrier_wait(barrier, pass >> 1 & 1);
-        Exchange::template store<T, 8>(buffer, bias, out, me, m, n, first, rows, gated);
+        for (int item = me.index; item < m * kBands; item += kMathWarps) {
+            const int token = item / kBands, row = item % kBands * 32 + me.lane;
+            if (row >= rows) continue;  // all lanes: rows are a multiple of 32
+            float part[kCluster * kSlices], total = 0;
+#pragma unroll
+            for (int i = 0; i < kCluster * kSlices; ++i)
+                part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
+#pragma unroll
+            for (int i = 0; i < kCluster * kSlices; ++i) total += part[i];
+            if (gated) {  // n is a multiple of 16; n / 2 would cost a register, and spill
+                const float up = shuffle_xor(total, 8);
+                const u32 y = swiglu<T>(T::from_float(total), T::from_float(up));
+                if (me.lane % 16 < 8 && first + row < n)
+                    out[(static_cast<u64>(token) * n + first + row & ~15ull) / 2 + row % 8] = y;
+                continue;
+            }
+            if (first + row >= n) continue;
+            if (bias != nullptr) total += T::to_float(bias[first + row]);
+            out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
+        }
         if (pass + 1 < passes) sync_some<1, 32 * kMathWarps>();
     }
 #endif
