@@ -24,9 +24,10 @@ $(VENV)/.test: $(VENV)/.base
 demo: $(VENV)/.base
 	$(BIN)/python scripts/demo.py $(MODEL)
 
-# Two processes with one thread each: tiny matmuls are slower with more threads.
+# Two processes with one thread each: tiny matmuls are slower with more threads. A process that
+# dies ends the suite and is told: one started in its place would wait forever for its tests.
 test: $(VENV)/.test lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Opt-in: the suite's fuzzers with BILLFISH_FUZZ inputs each. Processes with different
 # BILLFISH_FUZZ_SEED draw different inputs.
