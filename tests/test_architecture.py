@@ -3,6 +3,7 @@
 import ast
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,9 @@ def test_the_docs_name_every_room_and_file():
     assert all(f"{room}/" in told for room in ROOMS)
     for name in ("docs/FORMAT.md", "docs/LOG.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         assert (ROOT / name).exists()
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by name: of two files with one name it collects only the first."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
