@@ -231,10 +231,10 @@ class GenerateBench:
         point: Result = {"batch": batch, "error": None, "rounds": rounds, "peak_bytes": None}
         if self.device.type == "cuda":
             point["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        if used is not None:
-            seconds, tokens = sum(told["seconds"] for told in rounds), len(rounds) * batch
-            now = nvml.joules(self.device) or math.nan
-            point["energy"] = cost(now - used, seconds, tokens * request.output, request.price)
+        if used is not None and (now := nvml.joules(self.device)) is not None:
+            seconds = sum(told["seconds"] for told in rounds)
+            tokens = len(rounds) * batch * request.output
+            point["energy"] = cost(now - used, seconds, tokens, request.price)
         for name in rounds[0]:
             found = [told[name] for told in rounds if told[name] is not None]
             point[name] = statistics.median(found) if found else None

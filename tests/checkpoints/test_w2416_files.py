@@ -43,6 +43,29 @@ def test_it_is_read_shown_and_run(checkpoint):
     torch.testing.assert_close(layer(x).T, weight)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"budget": 2.45}, "too few for"),
+        ({"budget": 3.8}, "weight_packed"),
+        ({"budget": "3.3"}, "do not fit"),
+        ({"budget": 3}, "do not fit"),
+        ({"budget": float("nan")}, "must be finite"),
+        ({"outliers": 0.03}, "weight_packed"),
+        ({"outliers": [0.1]}, "do not fit"),
+    ],
+)
+def test_a_config_of_other_parameters_is_refused(tmp_path, checkpoint, change, says):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    path = broken / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["schemes"]["0"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=says):
+        load(broken)
+    assert not verify(broken)["ok"]
+
+
 HOSTILE = {
     "input_bits": lambda t: t.fill_(4),
     "scale_base": lambda t: t.fill_(-1),

@@ -44,9 +44,6 @@ class W2416:
     outliers: float = 0.001  # share of the weights, at least, as far as the budget goes
 
     def __post_init__(self) -> None:
-        for value in (self.budget, self.outliers):
-            if not isinstance(value, float):
-                raise UserError(f"scheme {self.name}: {value!r} is not a number with a point.")
         if not LEAST <= self.budget <= MOST:
             raise UserError(f"--bits-budget {self.budget}: is {LEAST} to {MOST} bits a weight.")
         if not 0 <= self.outliers <= 0.05:
@@ -71,7 +68,8 @@ class W2416:
 
     def shares(self, k: int) -> Shares:
         found = shares(k, self.budget, self.outliers)
-        assert found is not None, f"{self} does not take {k} inputs"
+        if found is None:  # a config may say anything of a file
+            raise UserError(f"{self.budget:g} bits a weight are too few for {k} inputs.")
         return found
 
     # -- what is stored
