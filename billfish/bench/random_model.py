@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from billfish.bench.shapes import SETS
 from billfish.checkpoints.config import read_config, read_json
+from billfish.checkpoints.match import BUILDING
 from billfish.errors import UserError
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import STD, Scheme
@@ -121,7 +122,7 @@ def _named(name: str) -> Any:
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
     """On the meta device: without memory for weights."""
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return model.eval().requires_grad_(False)
 

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from logging import CRITICAL
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from billfish.errors import UserError
 
 POOLER = re.compile(r"\bpooler\b")  # sentence-transformers checkpoints leave it out, unused
 Problem = tuple[str, str]  # name of a tensor, and a sentence about it
+# Held while transformers builds a model. It patches PreTrainedModel meanwhile: two threads that
+# restore it in the wrong order leave every later model of the process without tied weights.
+BUILDING = RLock()
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
@@ -81,7 +85,7 @@ def problems(
     config.__dict__.pop("quantization_config", None)
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
-        with quiet():
+        with BUILDING, quiet():
             _, info = model_class.from_pretrained(
                 None,
                 config=config,

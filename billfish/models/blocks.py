@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from billfish.checkpoints.match import architecture, model_config, problems, refuse
+from billfish.checkpoints.match import BUILDING, architecture, model_config, problems, refuse
 from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
@@ -314,7 +314,7 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         )
     shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
     refuse(checkpoint, problems(checkpoint, shapes, model_class=model_class, config=config))
-    with _EmptyOnMeta():
+    with BUILDING, _EmptyOnMeta():
         return model_class._from_config(config)
 
 

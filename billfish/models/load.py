@@ -13,6 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from billfish.checkpoints.dialects import dialects
 from billfish.checkpoints.match import (
+    BUILDING,
     architecture,
     cause,
     check_generation,
@@ -69,14 +70,15 @@ def load_model(path: Path | str, dtype: torch.dtype) -> Any:
     network or leaves a weight random."""
     checkpoint = check(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with BUILDING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except UserError as error:
         where = str(error)
         raise UserError(where if str(path) in where else f"{path}: {where}") from None

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from tiny import write_checkpoint
@@ -28,6 +29,10 @@ def handlers():
     yield
     for number, handler in before:
         signal.signal(number, handler)
+    # A model that was being loaded is loaded to its end, and transformers is patched meanwhile.
+    for thread in threading.enumerate():
+        if thread.name == "billfish-load":
+            thread.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,8 +1,11 @@
 """load and the engine run packed layers with the op that the caller names."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tiny import write_checkpoint
+from transformers import PreTrainedModel
 
 from billfish import LLM, SamplingParams, load
 from billfish.errors import UserError
@@ -54,3 +57,17 @@ def test_ops_that_are_none(packed):
         load(packed, batch_invariant=True)
     with pytest.raises(UserError, match="'cpu' is not batch invariant"):
         load(packed, op="cpu", batch_invariant=True)
+
+
+def test_threads_that_load_at_once_leave_tied_weights_tied(tmp_path):
+    """transformers patches PreTrainedModel.tie_weights while it builds a model."""
+    path = write_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    usual = PreTrainedModel.tie_weights
+
+    def tied(_):
+        model = load(path)[0]
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(tied, range(16))) == [True] * 16
+    assert PreTrainedModel.tie_weights is usual
