@@ -9,6 +9,7 @@ from billfish.bench import tune
 from billfish.bench.shapes import parse_shapes
 from billfish.cli.app import app
 from billfish.errors import UserError
+from billfish.kernels import tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch
 from billfish.schemes.w4a16.cuda import tune as tuner
@@ -19,12 +20,12 @@ TABLE = json.loads(batch.TABLE.read_text())
 
 def test_it_tries_the_models_choice_first_and_nothing_hopeless():
     tried = tuner.worth_trying(64, 4096, 32, 4224, H200)
-    expected = [batch.model_us(how, 32, H200) for how in tried]
+    expected = [tiles.model_us(how, 32, H200) for how in tried]
     assert expected == sorted(expected) and expected[-1] <= 2 * expected[0]
     assert len(tried) > 1
-    every = [batch.launch(cut, 64, 4096, 32, 4224, H200) for cut in batch.cuts()]
+    every = [tiles.launch(cut, 64, 4096, 32, 4224, H200) for cut in tiles.cuts()]
     left_out = {how for how in every if how} - set(tried)
-    assert all(batch.model_us(how, 32, H200) > 2 * expected[0] for how in left_out)
+    assert all(tiles.model_us(how, 32, H200) > 2 * expected[0] for how in left_out)
 
 
 def test_a_search_replaces_what_the_table_has_of_its_layers():

@@ -17,19 +17,20 @@ from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
 
 import billfish
+from billfish.kernels import tiles
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
+from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.cuda import arrange, stripe, tile
 from billfish.schemes.w4a16.cuda import op as cuda
-from billfish.schemes.w4a16.cuda.batch import Cut
 from billfish.schemes.w4a16.cuda.gated import apart, interleaved
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
 INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
-THREADS = {"decode": tile.THREADS, "stripe": stripe.THREADS, "batch": batch.THREADS}
+THREADS = {"decode": tile.THREADS, "stripe": stripe.THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 pytestmark = needs_compiler
@@ -98,7 +99,7 @@ def product(
     x, cluster, whole = pad(x, (0, -k % 8)), CLUSTER, 0
     gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
     if kernel == "batch":
-        how = batch.launch(cut, m, n, k_tiles, kind.record_bytes, gpu)
+        how = tiles.launch(cut, m, n, k_tiles, kind.record_bytes, gpu)
         tokens, bands, cluster = cut.tokens, cut.bands, 1
         blocks, stages, smem, whole = how.blocks, how.stages, how.smem, how.whole
     elif kernel == "decode":
@@ -251,7 +252,7 @@ MISTAKES = [
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
-    ("batch", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
     ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
     ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
 ]

@@ -16,7 +16,7 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, tensor_map
+from billfish.kernels import clusters, jit, tensor_map, tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch, plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
@@ -100,13 +100,13 @@ def decode():
 
 
 def batches():
-    yield "kBatchThreads", batch.THREADS
+    yield "kBatchThreads", tiles.THREADS
     yield "kMostBatchStages", batch.MOST_STAGES
     yield "kTeams", batch.TEAMS
     yield "sizeof(TensorMap)", 128
     yield "kXLine", 2 * tensor_map.BOX_COLUMNS
-    for ((group, zeros), size), cut in itertools.product(records(), batch.cuts()):
-        how = batch.launch(cut, 300, 8192, 64, size, H200)
+    for ((group, zeros), size), cut in itertools.product(records(), tiles.cuts()):
+        how = tiles.launch(cut, 300, 8192, 64, size, H200)
         yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
         if how is not None:
             stage = f"BatchStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"

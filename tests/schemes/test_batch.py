@@ -5,10 +5,11 @@ import math
 
 import pytest
 
+from billfish.kernels import tiles
 from billfish.kernels.device import Gpu
+from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16.cuda import batch
 from billfish.schemes.w4a16.cuda import op as cuda
-from billfish.schemes.w4a16.cuda.batch import Cut
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 OTHER = Gpu(0, "a Hopper GPU never seen", "sm_90a", 114, 232448, 233472, 50 * 2**20)
@@ -55,9 +56,9 @@ def stripes(how, k_tiles):
 @pytest.mark.parametrize("gpu", [H200, OTHER], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize(("n", "k_tiles"), SIZES[:-1])
 def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_tiles):
-    for cut in batch.cuts():
+    for cut in tiles.cuts():
         for m in (17, 100, 1000):
-            how = batch.launch(cut, m, n, k_tiles, 4224, gpu)
+            how = tiles.launch(cut, m, n, k_tiles, 4224, gpu)
             if how is None:
                 continue
             of_tile = {}
@@ -73,14 +74,14 @@ def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_til
 
 
 def test_stripes_are_as_long_for_all():
-    how = batch.launch(Cut(128, 1, 1), 128, 10240, 64, 4224, H200)  # 80 tiles, 132 SMs
+    how = tiles.launch(Cut(128, 1, 1), 128, 10240, 64, 4224, H200)  # 80 tiles, 132 SMs
     work = [0] * how.blocks
     for block, _, _, count in stripes(how, 64):
         work[block] += count
     assert how.blocks == 132 and max(work) - min(work) <= 1
-    even = batch.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
+    even = tiles.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
     assert even.blocks == 128 and {count for *_, count in stripes(even, 64)} == {32}
-    assert batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
+    assert tiles.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
 
 
 def test_invariant_parts_do_not_depend_on_m():
@@ -93,12 +94,12 @@ def test_invariant_parts_do_not_depend_on_m():
 
 
 def test_the_model_counts_waves_and_meetings():
-    one = batch.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
-    more = batch.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
-    assert batch.model_us(one, 32, OTHER) == 2 * batch.model_us(more, 32, OTHER)
-    split = batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
-    assert batch.model_us(more, 32, OTHER) < batch.model_us(split, 32, OTHER)
-    assert batch.model_us(split, 32, OTHER) < batch.model_us(one, 32, OTHER)
+    one = tiles.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
+    more = tiles.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
+    assert tiles.model_us(one, 32, OTHER) == 2 * tiles.model_us(more, 32, OTHER)
+    split = tiles.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
+    assert tiles.model_us(more, 32, OTHER) < tiles.model_us(split, 32, OTHER)
+    assert tiles.model_us(split, 32, OTHER) < tiles.model_us(one, 32, OTHER)
 
 
 def test_small_layers_are_split_and_large_ones_take_large_tiles():
@@ -115,13 +116,13 @@ def test_measured_layers_get_what_was_measured():
             for m, cut in layer["cuts"].items():
                 how = batch.pick(int(m), layer["n"], math.ceil(layer["k"] / 128), 4224, gpu)
                 assert how.cut == Cut(*cut)
-                assert (how.cut.tokens, how.cut.bands) in batch.STAGE_US  # an instance there is
+                assert (how.cut.tokens, how.cut.bands) in tiles.STAGE_US  # an instance there is
 
 
 def test_between_measured_tokens_the_next_more_counts():
     known = batch.table()["NVIDIA H200", 8192, 64]
     assert batch.pick(40, 8192, 64, 4224, H200).cut == known[64]
-    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(batch.cuts())
+    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(tiles.cuts())
 
 
 def test_a_measured_neighbour_does_not_leave_tiles_half_empty():
@@ -130,6 +131,6 @@ def test_a_measured_neighbour_does_not_leave_tiles_half_empty():
     assert known[512].tokens == 256
     how = batch.pick(272, 28672, 32, 4224, H200)
     assert how.cut.tokens < 256
-    taken = batch.launch(known[512], 272, 28672, 32, 4224, H200)
-    assert batch.model_us(how, 32, H200) < batch.OVERRULES * batch.model_us(taken, 32, H200)
+    taken = tiles.launch(known[512], 272, 28672, 32, 4224, H200)
+    assert tiles.model_us(how, 32, H200) < batch.OVERRULES * tiles.model_us(taken, 32, H200)
     assert batch.pick(512, 28672, 32, 4224, H200).cut == known[512]

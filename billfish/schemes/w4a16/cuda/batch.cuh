@@ -15,18 +15,10 @@
 //                  k: the same bits in every run
 #pragma once
 
-#include "billfish/gate.cuh"
 #include "billfish/record.cuh"
-#include "billfish/wgmma.cuh"
+#include "billfish/tiles.cuh"
 
 namespace billfish {
-
-constexpr int kTeamThreads = 128;  // a warpgroup
-constexpr int kTeams = 2;          // warpgroups that multiply
-constexpr int kBatchThreads = (1 + kTeams) * kTeamThreads;
-
-// Whether two blocks fit on an SM: one may belong to the next kernel and prefetch its weights.
-constexpr BILLFISH_DEVICE bool two_fit(int tokens, int bands) { return tokens <= 64 && bands == 1; }
 
 // One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
@@ -34,66 +26,6 @@ struct BatchStage {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kRecords = x_bytes(kTokens);  // byte offset
     static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
-};
-
-// Shared memory: [barriers, 1 KB][stages][for each warp a buffer to transpose 16 x 16 results].
-constexpr int kBatchBarrierBytes = 1024, kMostBatchStages = 8;
-
-// Addresses within it.
-struct BatchPlaces {
-    u32 base;
-    BILLFISH_DEVICE u32 full(int slot) const { return base + 8 * slot; }
-    BILLFISH_DEVICE u32 empty(int slot) const { return base + 8 * kMostBatchStages + 8 * slot; }
-    BILLFISH_DEVICE u32 ring() const { return base + kBatchBarrierBytes; }
-};
-
-constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 bytes: no bank conflicts
-
-// A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
-// every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
-// and are cut anywhere. Stripes are numbered backwards: a block waits only for sums of the stripes
-// after its own, whose blocks were started before it.
-struct Walk {
-    int k_tiles, whole, tiles;
-    int part = -1, tile = 0, first = 0, count = 0;
-    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
-        : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
-    // The first unit of the stripe `behind` stripes after this block's. The first stripes are one
-    // unit longer where the division leaves a remainder.
-    BILLFISH_DEVICE int stripe(int behind) const {
-        const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
-        const int units = (tiles - whole) * k_tiles, each = units / blocks;
-        return whole * k_tiles + each * which + min(which, units - each * blocks);
-    }
-    BILLFISH_DEVICE int whole_parts() const {
-        const int blocks = gridDim.x, index = blockIdx.x;
-        return index < whole ? (whole - index + blocks - 1) / blocks : 0;
-    }
-    BILLFISH_DEVICE bool next() {
-        const int of_stripe = ++part - whole_parts();
-        if (of_stripe < 0) {
-            tile = blockIdx.x + part * gridDim.x, first = 0, count = k_tiles;
-            return true;
-        }
-        const int begin = stripe(0), end = stripe(1);
-        tile = begin / k_tiles + of_stripe;
-        first = max(begin - tile * k_tiles, 0);
-        count = min(k_tiles, end - tile * k_tiles) - first;
-        return count > 0;
-    }
-};
-
-// Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
-// at the same time share x and weights in L2.
-constexpr int kAbreast = 8;
-
-struct TilePlace {
-    int m_tile, n_tile;
-    BILLFISH_DEVICE TilePlace(int tile, int m_tiles, int n_tiles) {
-        const int strip = tile / (kAbreast * n_tiles), rest = tile - strip * kAbreast * n_tiles;
-        const int rows = min(kAbreast, m_tiles - strip * kAbreast);
-        n_tile = rest / rows, m_tile = strip * kAbreast + rest - n_tile * rows;
-    }
 };
 
 // Scale and zero point of a lane's two outputs of 16, r and r + 8, in both halves of a register.
@@ -117,16 +49,6 @@ struct Grain {
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-
-// A slot of the ring and the parity of its barriers.
-struct Slot {
-    int index = 0;
-    u32 parity;
-    BILLFISH_DEVICE explicit Slot(u32 parity) : parity(parity) {}
-    BILLFISH_DEVICE void next(int stages) {
-        if (++index == stages) index = 0, parity ^= 1;
-    }
-};
 
 // Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
 // stage's barrier expects, those of x included.
@@ -156,108 +78,6 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
         }
     }
 }
-
-// Producer of the block's x; one thread.
-template <class Stage, int kTokens>
-BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,
-                            BatchPlaces places) {
-    Slot slot(1);
-#pragma unroll 1
-    while (walk.next()) {
-        const int token = TilePlace(walk.tile, m_tiles, n_tiles).m_tile * kTokens;
-#pragma unroll 1
-        for (int i = walk.first; i < walk.first + walk.count; ++i) {
-            const u32 to = places.ring() + slot.index * Stage::kBytes;
-            barrier_wait(places.empty(slot.index), slot.parity);
-#pragma unroll
-            for (int k64 = 0; k64 < 2; ++k64)  // zeros past the last token and input
-                copy_tensor(to + k64 * kTokens * kXLine, x, i * kRecordK + k64 * 64, token,
-                            places.full(slot.index));
-            slot.next(stages);
-        }
-    }
-}
-
-// Epilogue: a warp's 16 rows x kTokens results, transposed so that a token's outputs are
-// contiguous. Gated: a thread has gates r and their ups, rows r + 8; 8 outputs remain, in the first
-// half of a token's line. (n / 2 as a variable would live in a register over all tiles, and spill.)
-template <class T, int kTokens>
-BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* bias, u16* out,
-                                   int m, int n, int token_0, int row_0, bool gated, u32 turn,
-                                   int lane) {
-    float add[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-        const int row = row_0 + lane / 4 + lower * 8;
-        if (bias != nullptr && row < n) add[lower] = T::to_float(bias[row]);
-    }
-    const u32 to = turn + (lane / 16 * 8 + lane % 8) * kTurnLine + lane / 8 % 2 * 16;
-    const u32 from = turn + lane / 2 * kTurnLine + lane % 2 * 16;
-    const int row = row_0 + lane % 2 * 8;
-#pragma unroll
-    for (int i = 0; i < kTokens / 16; ++i) {
-        u32 pair[4];  // [tokens 0-7, 8-15][outputs 0-7, 8-15]
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int e = i * 8 + j / 2 * 4 + j % 2 * 2;
-            pair[j] = T::pack(acc[e] + add[j % 2], acc[e + 1] + add[j % 2]);
-        }
-        if (gated) pair[0] = swiglu<T>(pair[0], pair[1]), pair[2] = swiglu<T>(pair[2], pair[3]);
-        store_matrices_turned(to, pair);
-        __syncwarp();
-        const uint4 v = load_smem_16(from);
-        __syncwarp();
-        const int token = token_0 + i * 16 + lane / 2;
-        if (token >= m || row >= n || (gated && lane % 2)) continue;
-        u16* place = out + ((static_cast<u64>(token) * n + row) >> gated);
-        if (n % 8 == 0) {
-            *reinterpret_cast<uint4*>(place) = v;
-        } else {
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-                if (row + j < n) place[j] = words[j / 2] >> j % 2 * 16;
-        }
-    }
-}
-
-// Split-K workspace: partial sums of tiles, of each block kSums / 4 x 256 threads x 16 bytes, and a
-// flag for each warp, which waits only for the same warp of another block.
-template <int kSums>
-struct MeetingPlace {
-    float* sums;
-    u32* flags;
-    BILLFISH_DEVICE MeetingPlace(float* workspace, u32* locks, u32 block, int thread)
-        : sums(workspace + static_cast<u64>(block) * kSums * 256 + thread * 4),
-          flags(locks + block * 8 + thread / 32) {}
-    BILLFISH_DEVICE void leave(const float* acc, int lane) {
-#pragma unroll
-        for (int i = 0; i < kSums; i += 4)
-            *reinterpret_cast<float4*>(sums + i * 256) =
-                make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
-        __syncwarp();
-        if (lane == 0) store_release(flags, 1);
-    }
-    // Adds the sums of the `others` blocks before this one, the nearest first.
-    BILLFISH_DEVICE void collect(float* acc, int others, int lane) {
-        constexpr int kAtOnce = kSums <= 16 ? 4 : 1;
-        for (int i = lane + 1; i <= others; i += 32)
-            while (load_acquire(flags - i * 8) == 0) {}
-        __syncwarp();
-        const float* from = sums;
-#pragma unroll kAtOnce
-        for (int i = 0; i < others; ++i) {
-            from -= kSums * 256;
-#pragma unroll
-            for (int j = 0; j < kSums; j += 4) {
-                const float4 v = load_global_16(from + j * 256);
-                acc[j] += v.x, acc[j + 1] += v.y, acc[j + 2] += v.z, acc[j + 3] += v.w;
-            }
-        }
-        __syncwarp();
-        for (int i = lane + 1; i <= others; i += 32) flags[-i * 8] = 0;
-    }
-};
 
 #endif
 
@@ -299,7 +119,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                                                  n_tiles, walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
-            copy_x<Stage, kTokens>(x, m_tiles, n_tiles, walk, stages, places);
+            copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
             if (!early) launch_dependents();  // the first call of a block counts
         }
         return;

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
-from billfish.kernels import clusters, tensor_map, workspace
+from billfish.kernels import clusters, tensor_map, tiles, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
@@ -51,11 +51,11 @@ class Plan:
         else:
             self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
         self.most = max(self.few)
-        self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], batch.Launch]()
+        self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], tiles.Launch]()
         self.paths: dict[tuple[int, bool, bool], Path] = {}
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
-            for instance in batch.STAGE_US:
+            for instance in tiles.STAGE_US:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
     def batch(
@@ -77,7 +77,7 @@ class Plan:
         rows = tensor_map.of_rows(x.data_ptr(), m, self.k + -self.k % 8, cut.tokens)
         sums = locks = 0
         if how.sums:
-            left = workspace.of_stream(index, how.sums, how.blocks * batch.FLAGS)
+            left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
             sums, locks = left[0].data_ptr(), left[1].data_ptr()
         arguments = (
             records.data_ptr(),
@@ -97,7 +97,7 @@ class Plan:
             gated,
         )
         kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, batch.THREADS, arguments, how.smem, pdl=True)
+        kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))

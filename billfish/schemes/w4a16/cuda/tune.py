@@ -1,6 +1,6 @@
 """The search that makes tuned.json: times every tile configuration of w4a16_batch on this GPU.
 
-Configurations that batch.py's cost model expects to take more than twice the shortest time are
+Configurations that tiles.py's cost model expects to take more than twice the shortest time are
 skipped. The caller times the calls: bench/timing.py.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from billfish.errors import UserError
+from billfish.kernels import tiles
 from billfish.kernels.clusters import MOST_TOKENS
 from billfish.kernels.device import gpu
 from billfish.schemes.w4a16.cuda import batch
@@ -34,10 +35,10 @@ def check(rows: tuple[int, ...]) -> None:
         )
 
 
-def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[batch.Launch]:
+def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[tiles.Launch]:
     """Configurations that fit and are not hopeless by the cost model, the most promising first."""
-    fit = (batch.launch(cut, m, n, k_tiles, record_bytes, card) for cut in batch.cuts())
-    found = sorted((batch.model_us(how, k_tiles, card), i, how) for i, how in enumerate(fit) if how)
+    fit = (tiles.launch(cut, m, n, k_tiles, record_bytes, card) for cut in tiles.cuts())
+    found = sorted((tiles.model_us(how, k_tiles, card), i, how) for i, how in enumerate(fit) if how)
     return [how for us, _, how in found if us <= HOPELESS * found[0][0]]
 
 

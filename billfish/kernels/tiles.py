@@ -1,0 +1,113 @@
+"""Tile configurations of products on Hopper's wgmma (tiles.cuh): pure functions of sizes.
+
+A tile is 128 or 256 outputs by 32 to 256 tokens. CTAs compute whole tiles, or tiles are split along
+k into stripes of equal length (stream-K). A cost model chooses.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from billfish.formats.layout import BRICK_K, BRICK_N
+from billfish.kernels.clusters import RESERVED
+from billfish.kernels.device import Gpu
+
+THREADS = 384  # a producer warpgroup, two that multiply
+MOST_STAGES = 8  # tiles.cuh reserves barriers for this many
+BARRIER_BYTES = 1024
+TEAMS = 2
+TURN_BYTES = 8 * 16 * 48
+FLAGS = 8  # of a CTA: one for each warp that multiplies
+EVEN = 0.9  # use fewer CTAs, at least this share of those that fit, if all tiles split equally then
+LEAST_STRIPE = 4  # slices of 128 inputs: for shorter stripes the reduction costs more than it saves
+
+# Cost model, estimated from a few dozen timings of w4a16_batch on an H200. (tokens, bands) -> us
+# that a CTA alone on its SM needs for 128 inputs; two CTAs take twice as long. Then the us of a
+# split-K reduction: a constant, and for each 32 tokens x 128 outputs of the tile.
+STAGE_US = {(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}
+MEETING_US, MEETING_MORE_US = 1.5, 1.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tile configuration: the kernel instance, and how its tiles are spread over CTAs."""
+
+    tokens: int  # 32, 64, 128 or 256
+    bands: int  # bands of 64 outputs for each of two warpgroups
+    stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
+
+    @property
+    def outputs(self) -> int:
+        return TEAMS * self.bands * BRICK_N
+
+    @property
+    def per_sm(self) -> int:  # tiles.cuh: two_fit
+        return 2 if self.tokens <= 64 and self.bands == 1 else 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    cut: Cut
+    m_tiles: int
+    n_tiles: int
+    whole: int  # tiles that are not split; the others are split into stripes
+    blocks: int
+    stages: int
+    smem: int
+    early: bool  # the next kernel may start early (PDL), as this one occupies every SM
+
+    @property
+    def sums(self) -> int:
+        """fp32 elements of the split-K workspace."""
+        split = self.whole < self.m_tiles * self.n_tiles
+        return self.blocks * self.cut.tokens * self.cut.outputs if split else 0
+
+
+def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
+    """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
+    would be whole tiles."""
+    stage = cut.tokens * BRICK_K * 2 + TEAMS * cut.bands * record_bytes
+    stage = math.ceil(stage / 1024) * 1024
+    room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
+    stages = min(MOST_STAGES, (room - BARRIER_BYTES - TURN_BYTES) // stage)
+    smem = BARRIER_BYTES + stages * stage + TURN_BYTES
+    if stages < 2:
+        return None
+    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
+    tiles = whole = m_tiles * n_tiles
+    if cut.stripes == 0:
+        blocks = min(tiles, gpu.sms * cut.per_sm)
+    else:
+        blocks = slots = gpu.sms * cut.stripes
+        even = slots // tiles * tiles  # every tile is split into equally many parts
+        if even >= EVEN * slots:
+            blocks = even
+        blocks = min(blocks, tiles * max(1, k_tiles // LEAST_STRIPE))
+        if tiles % blocks == 0:
+            return None
+        # Stripes are one to two tiles long: shorter ones would leave more sums to reduce.
+        whole = max(0, tiles // blocks - 1) * blocks
+    # CTAs of the next kernel that start early would all go to the few idle SMs.
+    early = cut.per_sm == 1 or blocks >= gpu.sms
+    return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
+
+
+def cuts() -> Iterator[Cut]:
+    for tokens, bands in STAGE_US:
+        for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
+            yield Cut(tokens, bands, stripes)
+
+
+def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
+    """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
+    cut, tiles = how.cut, how.m_tiles * how.n_tiles
+    on_an_sm = min(cut.per_sm, math.ceil(how.blocks / gpu.sms))
+    stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
+    meeting = MEETING_US + MEETING_MORE_US * cut.tokens * cut.bands / 32 if how.sums else 0.0
+    return stages * STAGE_US[cut.tokens, cut.bands] * on_an_sm + meeting
+
+
+def cheapest(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
+    """The best launch by the cost model. One always fits in a Hopper SM."""
+    fit = (how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu)))
+    return min(fit, key=lambda how: model_us(how, k_tiles, gpu))
