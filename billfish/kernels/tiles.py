@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels.clusters import RESERVED
+from billfish.kernels.clusters import BAND, RESERVED
 from billfish.kernels.device import Gpu
 
 THREADS = 384  # a producer warpgroup, two that multiply
+SLICE = 128  # inputs of a stage
 MOST_STAGES = 8  # tiles.cuh reserves barriers for this many
 BARRIER_BYTES = 1024
 TEAMS = 2
@@ -38,7 +38,7 @@ class Cut:
 
     @property
     def outputs(self) -> int:
-        return TEAMS * self.bands * BRICK_N
+        return TEAMS * self.bands * BAND
 
     @property
     def per_sm(self) -> int:  # tiles.cuh: two_fit
@@ -57,6 +57,10 @@ class Launch:
     early: bool  # the next kernel may start early (PDL), as this one occupies every SM
 
     @property
+    def stage_bytes(self) -> int:
+        return (self.smem - BARRIER_BYTES - TURN_BYTES) // self.stages
+
+    @property
     def sums(self) -> int:
         """fp32 elements of the split-K workspace."""
         split = self.whole < self.m_tiles * self.n_tiles
@@ -66,7 +70,7 @@ class Launch:
 def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
     would be whole tiles."""
-    stage = cut.tokens * BRICK_K * 2 + TEAMS * cut.bands * record_bytes
+    stage = cut.tokens * SLICE * 2 + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
     stages = min(MOST_STAGES, (room - BARRIER_BYTES - TURN_BYTES) // stage)
@@ -107,7 +111,7 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
     return stages * STAGE_US[cut.tokens, cut.bands] * on_an_sm + meeting
 
 
-def cheapest(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
-    """The best launch by the cost model. One always fits in a Hopper SM."""
+def cheapest(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
+    """The best launch by the cost model; None if no configuration fits in shared memory."""
     fit = (how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu)))
-    return min(fit, key=lambda how: model_us(how, k_tiles, gpu))
+    return min(fit, key=lambda how: model_us(how, k_tiles, gpu), default=None)

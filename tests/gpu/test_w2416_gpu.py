@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from billfish.kernels import cache
+from billfish.kernels import cache, tiles
+from billfish.kernels.device import gpu
 from billfish.kernels.launch import plain_launches
 from billfish.schemes.base import Reference
 from billfish.schemes.gated import apart
 from billfish.schemes.w2416 import W2416
-from billfish.schemes.w2416.cuda import plan
+from billfish.schemes.w2416.cuda import batch, plan
 from billfish.schemes.w2416.cuda.op import CudaOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_here")]
@@ -83,6 +84,26 @@ def test_products(scheme, n, k, dtype):
         close(op(x[:m], bias), exact[:m] + bias.double(), dtype)
         assert torch.equal(op(x[:m]), y)
     assert op(x[:0]).shape == (0, n)
+
+
+@every_dtype
+@pytest.mark.parametrize("cut", list(tiles.cuts()), ids=str)
+def test_every_tile_of_many_tokens(cut, dtype):
+    """Every instance of w2416_batch and way to spread it, whatever the cost model would take."""
+    for scheme, n, k in [(W2416(2.91), 1040, 4096), (W2416(3.9, 0.02), 80, 1536)]:
+        tensors = make(scheme, n, k, dtype)
+        packed, x = CudaOp(scheme, tensors).packed, some_x(300, k, dtype)
+        exact, made = scheme.reference(tensors, x), plan.plan(0, packed.shape)
+        room = batch.band_bytes(packed.shape)
+        for m in (17, 64, 129, 300):
+            how = tiles.launch(cut, m, n, batch.stages_along_k(packed.shape), room, gpu(0))
+            if how is None:
+                continue
+            first, second = (torch.full((m, n), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+            for out in (first, second):
+                made.many(m, how, False)(x[:m], packed.records, packed.columns, None, out)
+            close(first, exact[:m], dtype)
+            assert torch.equal(first, second)
 
 
 @every_dtype

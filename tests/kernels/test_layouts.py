@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import billfish
 from billfish.bench import timing
@@ -18,9 +19,10 @@ from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels import clusters, jit, tensor_map, tiles
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda import batch, plan, stripe, tile
+from billfish.schemes.w4a16.cuda import plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w2416.cuda import arrange as mixed_arrange
+from billfish.schemes.w2416.cuda import batch as mixed_batches
 from billfish.schemes.w2416.cuda import outliers
 from billfish.schemes.w2416.cuda import plan as mixed_plan
 from billfish.schemes.w2416.cuda import tile as mixed_tile
@@ -101,8 +103,10 @@ def decode():
 
 def batches():
     yield "kBatchThreads", tiles.THREADS
-    yield "kMostBatchStages", batch.MOST_STAGES
-    yield "kTeams", batch.TEAMS
+    yield "kMostBatchStages", tiles.MOST_STAGES
+    yield "kTeams", tiles.TEAMS
+    yield "kRecordN", clusters.BAND
+    yield "kRecordK", tiles.SLICE
     yield "sizeof(TensorMap)", 128
     yield "kXLine", 2 * tensor_map.BOX_COLUMNS
     for ((group, zeros), size), cut in itertools.product(records(), tiles.cuts()):
@@ -140,6 +144,20 @@ def mixed_panel():
     yield "kPanelBytes", mixed_plan.PANEL_SMEM
 
 
+def mixed_batch():
+    yield "kTwoHalf + kTwoMore", mixed_batches.HALF_BYTES
+    for sets, longest in itertools.product((1, 2, 8), (0, 16, 320)):
+        shape = mixed_arrange.Shape(64, 16 * sets, sets, 0, 1, torch.float16, longest)
+        assert shape.sets == sets
+        four = f"kFourScales + {sets} * kFourSetBytes + kFourMarkBytes"
+        place = f"BandPlace({four}, {mixed_batches.list_words(shape)})"
+        yield f"{place}.bytes", mixed_batches.band_bytes(shape)
+
+
+def mixed_order():
+    yield "kOrderThreads", mixed_plan.ORDER_THREADS
+
+
 def read():
     yield "kReadThreads", timing.READ_THREADS
     yield "kReadBlock", timing.READ_BLOCK
@@ -162,6 +180,8 @@ MIRRORED = {
     W4A16 / "stripe.cuh": stripes,
     W2416 / "decode.cuh": mixed,
     W2416 / "panel.cuh": mixed_panel,
+    W2416 / "batch.cuh": mixed_batch,
+    W2416 / "order.cuh": mixed_order,
     timing.READ.program.source: read,
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 from billfish.errors import UserError
-from billfish.kernels import jit
+from billfish.kernels import jit, tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.base import Reference
 from billfish.schemes.gated import Part, apart
@@ -130,7 +130,7 @@ def test_wrong_activations_are_refused():
     records = torch.empty(1, 4, dtype=torch.int32)
 
     def call(x, half=True):
-        return plan.linear(x, records, records[0], None, *shape, half)
+        return plan.linear(x, records, records[0], None, *shape, 16, half)
 
     with pytest.raises(UserError, match=r"float32.*float16 and bfloat16"):
         call(torch.zeros(1, 576))
@@ -158,15 +158,23 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
         def load(self, index):
             return self
 
-        def launch(self, grid, threads, arguments, smem, cluster=1, pdl=False):
+        def launch(self, grid, threads, arguments, smem=0, cluster=1, pdl=False):
             launched.append((self.name, grid, threads, arguments, smem, cluster, pdl))
 
+    sums, locks = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plan, "gpu", lambda index: H200)
     monkeypatch.setattr(plan, "decode_kernel", lambda dtype, tokens, bands: Loaded(tokens))
     monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel"))
+    monkeypatch.setattr(plan, "order_kernel", lambda: Loaded("order"))
+    monkeypatch.setattr(plan, "batch_kernel", lambda dtype, *instance: Loaded("batch"))
+    monkeypatch.setattr(plan.tensor_map, "of_rows", lambda *sizes: sizes[1:])
+    monkeypatch.setattr(plan.workspace, "of_stream", lambda *sizes: (sums, locks))
     packed = CudaOp(SCHEME, layer(6144)).packed
-    how = plan.Plan(0, packed.shape)
-    for m, names in ((1, [8]), (8, [8]), (9, [16]), (40, [16, 16, 8]), (65, ["panel"])):
+    crowded = dataclasses.replace(packed.shape, longest=20000)  # too many for shared memory
+    many = ["order", "batch"]
+    cases = [(1, [8]), (8, [8]), (9, [16]), (17, many), (40, many), (700, many)]
+    for m, names, shape in [(*case, packed.shape) for case in cases] + [(65, ["panel"], crowded)]:
+        how = plan.Plan(0, shape)
         for gated in (False, True):
             launched.clear()
             x = torch.zeros(m, 576, dtype=torch.bfloat16)
@@ -174,12 +182,20 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
             how.path(m, gated)(x, packed.records, packed.columns, None, out)
             assert [each[0] for each in launched] == names
             for name, grid, threads, arguments, smem, cluster, pdl in launched:
-                kernel = "panel" if name == "panel" else "decode"
+                kernel = "decode" if isinstance(name, int) else name
                 assert len(arguments) == parameters_of(kernel)
                 if kernel == "decode":
                     assert (threads, cluster, pdl) == (tile.THREADS, 2, True) and grid == 132
                     assert arguments[-1] == gated and arguments[-4] == packed.records.shape[1]
                     stages, stage = arguments[-3:-1]
                     assert smem == 256 + stages * stage + 1024 * name
+                elif kernel == "order":
+                    inputs = arguments[5]
+                    assert grid[0] * threads * 8 >= inputs >= 576 and inputs % 128 == 0 and pdl
+                elif kernel == "batch":
+                    stages, stage, _, gates = arguments[-4:]
+                    assert gates == gated and pdl and cluster == 1
+                    assert smem == 1024 + stages * stage + tiles.TURN_BYTES
+                    assert arguments[1][:2] == (m, inputs)
                 else:
                     assert grid == (packed.shape.tiles, 96) and smem == plan.PANEL_SMEM

@@ -97,6 +97,62 @@ BILLFISH_DEVICE u32 shifted(u32 word, int right) {
     return right < 0 ? word << -right : word >> right;
 }
 
+// A lane's group of 16 inputs of 2 bits in rows r and r + 8: scales for the three places of a pair,
+// and minus the weights of the zeros. `codes` at bit `code_at` and `zeros` at `zero_at` have those of
+// row r, and 16 bits on those of row r + 8; `offset` and `base` are for 16 outputs, twice.
+template <class T, int kZero, int kStep>
+struct TwoGroup {
+    using D = Scaled<T>;
+    u32 scale[3], zero;
+    BILLFISH_DEVICE TwoGroup(u32 codes, int code_at, u32 zeros, int zero_at, u32 offset, u32 base) {
+        constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
+        constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16
+        static_assert(kStep > 0 && 16 * kStep > kZero && 16 * kStep * D::kUnits < 2048, "subnormal");
+        // Second-order scales: (code + offset) * base, exact before its one rounding.
+        const u32 code = and_or(codes >> code_at, 0x000f000fu, D::kCode);
+        scale[0] = T::mul(T::add(code, offset), base);
+        scale[1] = T::mul(scale[0], D::kQuarter);
+        scale[2] = T::mul(scale[1], D::kQuarter);
+        constexpr u32 kField = 0x00030003u << D::kZeroBit;
+        const u32 level =
+            and_or(shifted(zeros, zero_at - static_cast<int>(D::kZeroBit)), kField, D::kSixteen);
+        zero = T::mul(T::fma(level, kMinusStep, kRest), scale[2]);
+    }
+    // Of a k16 step of four; `word` has the codes of rows r and r + 8.
+    BILLFISH_DEVICE void fragment(const u32 (&word)[2], int step, u32 (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // row r or r + 8, pair 2 step or 2 step + 1
+            const int lower = i % 2, p = step * 2 + i / 2;
+            a[i] = T::fma(D::pair(word[lower], p), half_of(scale[D::place(p)], lower),
+                          half_of(zero, lower));
+        }
+    }
+};
+
+// The offset of a base, minus what code + kCode has too much, and the base times `lean`.
+template <class T>
+BILLFISH_DEVICE u32 offset_of(u32 bases) {
+    return T::add(and_or(bases, 0x000f000fu, Scaled<T>::kCode), Scaled<T>::kBack);
+}
+template <class T>
+BILLFISH_DEVICE u32 base_of(u32 bases, u32 lean) { return T::mul(Scaled<T>::base(bases), lean); }
+
+// Rows r and r + 8 of 4 bits: their scales times `lean` and `more`, minus the weights of code 8.
+template <class T>
+struct FourGroup {
+    using D = Scaled<T>;
+    u32 scale, zero;
+    BILLFISH_DEVICE void set(u32 bits, u32 lean, u32 more) {
+        scale = T::mul(T::mul(bits, lean), more);
+        zero = T::mul(scale, D::kEights);
+    }
+    BILLFISH_DEVICE void fragment(u32 word, u32 (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            a[i] = T::fma(D::four(word, i), half_of(scale, i % 2), half_of(zero, i % 2));
+    }
+};
+
 // Addresses of a lane's operands of a record, computed once a pass. A warp takes half `warp % 2`.
 struct TwoPlaces {
     u32 words, x;
@@ -117,15 +173,11 @@ struct TwoPlaces {
 template <class T, int kZero, int kStep, int kTokens, class Release>
 BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
                                   float (&acc)[2][kTokens / 8][4], Release release) {
-    using D = Scaled<T>;
-    constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
-    constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16
-    static_assert(kStep > 0 && 16 * kStep > kZero && 16 * kStep * D::kUnits < 2048, "subnormal");
     const u32 thread = kTokens > 8 ? thread_index() : threadIdx.x;  // kept, it costs registers
     const uint2 codes = load_smem_8(places.codes(thread) + by);
     const u32 zeros = load_smem_4(places.zeros(thread) + by);
     const uint4 bases = load_smem_16(places.bases(thread) + by);
-    const u32 base_of[4] = {bases.x, bases.y, bases.z, bases.w};
+    const u32 bases_of[4] = {bases.x, bases.y, bases.z, bases.w};
     const u32 words = places.words + by, mine = places.x + by;
 #pragma unroll
     for (int k64 = 0; k64 < 4; ++k64) {
@@ -133,23 +185,13 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
         if (kTokens > 8 && k64 > 0) __syncwarp();
         const uint4 v = load_smem_16(words + k64 * 1024);
         const u32 word[2][2] = {{v.x, v.y}, {v.z, v.w}};
-        // Second-order scales: (code + offset) * base, exact before its one rounding.
-        const u32 base = T::mul(D::base(base_of[k64]), lean);
-        const u32 offset = T::add(and_or(base_of[k64], 0x000f000fu, D::kCode), D::kBack);
-        u32 scale[2][3], zero[2];  // [brick]: of rows r and r + 8, minus the zeros' weights
-#pragma unroll
-        for (int brick = 0; brick < 2; ++brick) {
+        const u32 offset = offset_of<T>(bases_of[k64]), base = base_of<T>(bases_of[k64], lean);
+        const auto group = [&](int brick) {
             const int i = k64 * 2 + brick;
-            const u32 code =
-                and_or((i < 4 ? codes.x : codes.y) >> i % 4 * 4, 0x000f000fu, D::kCode);
-            scale[brick][0] = T::mul(T::add(code, half_of(offset, brick)), half_of(base, brick));
-            scale[brick][1] = T::mul(scale[brick][0], D::kQuarter);
-            scale[brick][2] = T::mul(scale[brick][1], D::kQuarter);
-            constexpr u32 kField = 0x00030003u << D::kZeroBit;
-            const u32 level = and_or(shifted(zeros, 2 * i - static_cast<int>(D::kZeroBit)), kField,
-                                     D::kSixteen);
-            zero[brick] = T::mul(T::fma(level, kMinusStep, kRest), scale[brick][2]);
-        }
+            return TwoGroup<T, kZero, kStep>(i < 4 ? codes.x : codes.y, i % 4 * 4, zeros, 2 * i,
+                                             half_of(offset, brick), half_of(base, brick));
+        };
+        const TwoGroup<T, kZero, kStep> groups[2] = {group(0), group(1)};
         u32 b[kTokens / 8][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -163,13 +205,7 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
 #pragma unroll
             for (int brick = 0; brick < 2; ++brick) {
                 u32 a[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {  // row r or r + 8, pair 2 step or 2 step + 1
-                    const int lower = i % 2, p = step * 2 + i / 2;
-                    a[i] = T::fma(D::pair(word[brick][lower], p),
-                                  half_of(scale[brick][D::place(p)], lower),
-                                  half_of(zero[brick], lower));
-                }
+                groups[brick].fragment(word[brick], step, a);
 #pragma unroll
                 for (int block = 0; block < kTokens / 8; ++block)
                     T::mma(acc[brick][block], a, b[block][step % 2 * 2],
@@ -199,15 +235,12 @@ struct FourPlaces {
 template <class T, bool kParts, int kTokens>
 BILLFISH_DEVICE void multiply_parts(const FourPlaces& places, u32 by, u32 marks, u32 lean, u32 more,
                                     float (&acc)[2][kTokens / 8][4]) {
-    using D = Scaled<T>;
     u32 scales = places.scales + by;
-    u32 scale[2], zero[2];  // [brick]: of rows r and r + 8, minus the weights of code 8
+    FourGroup<T> groups[2];  // [brick]
     const auto next_part = [&] {
         const uint2 bits = load_smem_8(scales);
         scales += kFourSetBytes;
-        scale[0] = T::mul(T::mul(bits.x, lean), more);
-        scale[1] = T::mul(T::mul(bits.y, lean), more);
-        zero[0] = T::mul(scale[0], D::kEights), zero[1] = T::mul(scale[1], D::kEights);
+        groups[0].set(bits.x, lean, more), groups[1].set(bits.y, lean, more);
     };
     next_part();
 #pragma unroll
@@ -231,10 +264,7 @@ BILLFISH_DEVICE void multiply_parts(const FourPlaces& places, u32 by, u32 marks,
 #pragma unroll
                 for (int brick = 0; brick < 2; ++brick) {
                     u32 a[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        a[i] = T::fma(D::four(word[brick][k32 * 2 + j], i),
-                                      half_of(scale[brick], i % 2), half_of(zero[brick], i % 2));
+                    groups[brick].fragment(word[brick][k32 * 2 + j], a);
 #pragma unroll
                     for (int block = 0; block < kTokens / 8; ++block)
                         T::mma(acc[brick][block], a, b[block][2 * j], b[block][2 * j + 1]);

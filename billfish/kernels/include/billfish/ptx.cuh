@@ -114,6 +114,12 @@ BILLFISH_DEVICE void sync_some() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// The same with a barrier that is a variable.
+template <int kThreads>
+BILLFISH_DEVICE void sync_pair(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // -- asynchronous copies, sm_80: 16 bytes a thread (MARLIN 3.4)
 
 // For weights that are read once, so that activations stay in L2 (MARLIN 3.4).

@@ -18,11 +18,17 @@ BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
 
 BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
 
-// 16 bytes that an earlier kernel may just have written: not through the read-only path.
+// What an earlier kernel may just have written: not through the read-only path.
 BILLFISH_DEVICE uint4 load_global_bits_16(const void* pointer) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+    return v;
+}
+
+BILLFISH_DEVICE u32 load_global_bits_4(const void* pointer) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
     return v;
 }
 

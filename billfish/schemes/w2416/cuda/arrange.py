@@ -37,7 +37,7 @@ ROOM = {torch.float16: (-5, -9, -25, 2), torch.bfloat16: (-6, -6, -100, 2)}
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a layer's layout, besides the lengths of its lists of outliers."""
+    """What decides a layer's layout and launches."""
 
     n: int
     k: int
@@ -45,6 +45,7 @@ class Shape:
     two: int  # groups of 2 bits of a part
     four: int
     dtype: torch.dtype  # of scales and outliers
+    longest: int = 0  # entries that the longest list of outliers may have
 
     @property
     def bands(self) -> int:
@@ -101,6 +102,7 @@ def pack(scheme: W2416, tensors: Tensors) -> Packed:
     shape = Shape(n, k, share.parts, share.two, share.four, dtype)
     columns = _columns(shape, tensors["input_bits"])
     lists, ranks = outliers.pack(shape, columns, tensors)
+    shape = replace(shape, longest=outliers.longest(lists, shape.tiles))
     device = tensors["weight_packed"].device
     records = torch.zeros(
         shape.bands, shape.lists_at + HEAD + lists.shape[1], dtype=torch.int32, device=device
@@ -148,7 +150,11 @@ def joined(layers: Sequence[Packed]) -> tuple[Packed, list[Packed]]:
         ]
     rank, rank_of = together(ranks) if ranks[0] is not None else (None, ranks)
     scale, scale_of = together(unused) if unused[0] is not None else (None, unused)
-    shape = replace(layers[0].shape, n=sum(layer.shape.n for layer in layers))
+    shape = replace(
+        layers[0].shape,
+        n=sum(layer.shape.n for layer in layers),
+        longest=max(layer.shape.longest for layer in layers),
+    )
     columns = layers[0].columns
     parts = [
         Packed(layer.shape, each[i], columns, rank_of[i], scale_of[i])

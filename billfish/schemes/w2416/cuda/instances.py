@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from billfish.kernels import tiles
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.schemes.w2416.scheme import ZERO, ZERO_STEP
@@ -26,6 +27,17 @@ def panel_kernel(dtype: torch.dtype) -> Kernel:
     return _kernel("panel", dtype)
 
 
+@functools.cache
+def batch_kernel(dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+    return _kernel("batch", dtype, tokens, bands)
+
+
+@functools.cache
+def order_kernel() -> Kernel:
+    """The same for both types."""
+    return Kernel(Program(HERE / "order.cuh", "billfish::w2416_order"))
+
+
 def _kernel(name: str, dtype: torch.dtype, *numbers: int) -> Kernel:
     arguments = ", ".join(map(str, (TYPES[dtype], *SIXTEENTHS, *numbers)))
     return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w2416_{name}<{arguments}>"))
@@ -35,4 +47,5 @@ def programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
     if dtype not in TYPES or arch != ARCH:
         return ()
     kernels = [decode_kernel(dtype, tokens, bands) for tokens in (8, 16) for bands in (1, 2, 4)]
-    return tuple(kernel.program for kernel in (*kernels, panel_kernel(dtype)))
+    kernels += [batch_kernel(dtype, *instance) for instance in tiles.STAGE_US]
+    return tuple(kernel.program for kernel in (*kernels, order_kernel(), panel_kernel(dtype)))

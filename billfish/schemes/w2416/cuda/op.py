@@ -74,7 +74,8 @@ class CudaOp(Op):
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         call, packed, shape = operator if watched(x) else linear, self.packed, self.packed.shape
-        sizes = (shape.n, shape.parts, shape.two, shape.four, shape.dtype == torch.float16)
+        half = shape.dtype == torch.float16
+        sizes = (shape.n, shape.parts, shape.two, shape.four, shape.longest, half)
         y: Tensor = call(x, packed.records, packed.columns, bias, *sizes, gated)
         return y
 
@@ -135,6 +136,6 @@ def _bands(tensors: Tensors, which: Tensor) -> dict[str, Tensor]:
 
 
 def _alike(ops: Sequence[CudaOp]) -> bool:
-    kinds = {(op.scheme, op.device, replace(op.packed.shape, n=0)) for op in ops}
+    kinds = {(op.scheme, op.device, replace(op.packed.shape, n=0, longest=0)) for op in ops}
     columns = [op.packed.columns for op in ops]
     return len(kinds) == 1 and all(torch.equal(columns[0], each) for each in columns)

@@ -75,6 +75,11 @@ def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tenso
     return ((lists ^ 0x80000000) - 0x80000000).to(torch.int32), ranks
 
 
+def longest(lists: Tensor, tiles: int) -> int:
+    """Entries of the longest list, rounded up: layers of a model shall differ little."""
+    return -(-int(lists[:, : tiles + 1].diff().max()) // 16) * 16
+
+
 def unpack(shape: Layer, columns: Tensor, lists: Tensor, ranks: Tensor | None) -> dict[str, Tensor]:
     """The canonical lists."""
     start, part = edge_words(shape.tiles), shape.k // shape.parts

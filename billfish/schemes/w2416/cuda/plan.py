@@ -1,8 +1,9 @@
 """Chooses what runs m tokens of one w2416 layer on one GPU.
 
-Up to 16 tokens take one memory-bound launch of w2416_decode, up to 64 one for every 16. Beyond,
-weights are decoded panel by panel for PyTorch's matrix product. All of it is one torch operator,
-for torch.compile and CUDA graphs.
+Up to 16 tokens take one memory-bound launch of w2416_decode. More run on w2416_batch, Hopper's
+wgmma kernel, after x was brought into the order of the records. Where a layer's lists of outliers
+are too long for that, weights are decoded panel by panel for PyTorch's matrix product. All of it is
+one torch operator, for torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -13,19 +14,25 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from billfish.errors import UserError
+from billfish.kernels import tensor_map, tiles, workspace
 from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.gated import apart
-from billfish.schemes.w2416.cuda import tile
-from billfish.schemes.w2416.cuda.arrange import N, Shape
-from billfish.schemes.w2416.cuda.instances import TYPES, decode_kernel, panel_kernel
+from billfish.schemes.w2416.cuda import batch, tile
+from billfish.schemes.w2416.cuda.arrange import TWO_K, N, Shape
+from billfish.schemes.w2416.cuda.instances import (
+    TYPES,
+    batch_kernel,
+    decode_kernel,
+    order_kernel,
+    panel_kernel,
+)
 
 RUN = 16  # gates, then ups: a band of 16 outputs shares second-order scales
 PANEL_THREADS, PANEL_SMEM = 256, 64 * 258 * 4  # panel.cuh
-# Each slice reads the weights again; decoded weights are written and read in 16 bits, 11 times as
-# many bytes as packed ones read once.
-MOST_SLICES = 4
+ORDER_THREADS = 256  # order.cuh
+MOST_ROWS = 256  # of CTAs of w2416_order; each takes several tokens
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
 # x, records, columns, bias, out
@@ -42,6 +49,9 @@ class Plan:
         for m in (8, MOST_TOKENS):
             how = tile.pick_tile(m, shape.n, self.gpu)
             self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
+        self.order, self.batches = order_kernel().load(index), dict[tuple[int, int], Loaded]()
+        for instance in tiles.STAGE_US:
+            self.batches[instance] = batch_kernel(shape.dtype, *instance).load(index)
         self.paths: dict[tuple[int, bool], Path] = {}
 
     def _decode(self, m: int, gated: bool) -> Callable[..., None]:
@@ -101,8 +111,9 @@ class Plan:
     def _path(self, m: int, gated: bool) -> Path:
         if m <= MOST_TOKENS:
             return self._one(m, gated)
-        if m <= MOST_TOKENS * MOST_SLICES:
-            return self._slices(m, gated)
+        how = batch.pick(m, self.shape, self.gpu)
+        if how is not None:
+            return self.many(m, how, gated)
         return self._gated_panels if gated else self._panels
 
     def _one(self, m: int, gated: bool) -> Path:
@@ -119,16 +130,45 @@ class Plan:
 
         return run
 
-    def _slices(self, m: int, gated: bool) -> Path:
-        sizes = [min(MOST_TOKENS, m - start) for start in range(0, m, MOST_TOKENS)]
-        calls = [self._one(rows, gated) for rows in sizes]
+    def many(self, m: int, how: tiles.Launch, gated: bool) -> Path:
+        """w2416_order, then w2416_batch."""
+        shape, cut, index = self.shape, how.cut, self.gpu.index
+        order, kernel = self.order, self.batches[cut.tokens, cut.bands]
+        inputs, two = batch.inputs(shape), shape.tiles_2 * (TWO_K // 64)
+        grid = (-(-inputs // (8 * ORDER_THREADS)), min(m, MOST_ROWS))
+        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.tiles_2, shape.tiles_4, shape.sets)
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
-            xs, outs = torch.split(x.reshape(m, -1), sizes), torch.split(out.view(m, -1), sizes)
-            for call, some, made in zip(calls, xs, outs, strict=True):
-                call(some, records, columns, bias, made)
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if x.data_ptr() % 16:
+                x = x.clone()
+            ordered = x.new_empty(m, inputs)
+            given = (x.data_ptr(), columns.data_ptr(), ordered.data_ptr(), m, shape.k, inputs, two)
+            order.launch(grid, ORDER_THREADS, given, pdl=True)
+            sums = locks = 0
+            if how.sums:
+                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+                sums, locks = left[0].data_ptr(), left[1].data_ptr()
+            arguments = (
+                records.data_ptr(),
+                tensor_map.of_rows(ordered.data_ptr(), m, inputs, cut.tokens),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                sums,
+                locks,
+                *sizes,
+                records.shape[1],
+                batch.list_words(shape),
+                how.whole,
+                how.stages,
+                how.stage_bytes,
+                how.early,
+                gated,
+            )
+            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
 
         return run
 
@@ -168,6 +208,7 @@ def linear(
     parts: int,
     two: int,
     four: int,
+    longest: int,
     half: bool,
     gated: bool = False,
 ) -> Tensor:
@@ -181,7 +222,7 @@ def linear(
             f"activations are {x.dtype}, scales of this layer {dtype}: on a GPU a w2416 layer "
             "takes activations of its scales' type. Load the model in that dtype."
         )
-    shape = Shape(n, parts * (two + four) * 16, parts, two, four, dtype)
+    shape = Shape(n, parts * (two + four) * 16, parts, two, four, dtype, longest)
     if x.shape[-1] != shape.k:
         raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {shape.k}")
     if x.device != records.device:
@@ -199,7 +240,7 @@ def linear(
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w2416_linear(Tensor x, Tensor records, Tensor columns, Tensor? bias, int n, int parts, "
-    "int two, int four, bool half, bool gated=False) -> Tensor"
+    "int two, int four, int longest, bool half, bool gated=False) -> Tensor"
 )
 _library.impl("w2416_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 operator = torch.ops.billfish.w2416_linear.default
@@ -215,6 +256,7 @@ def _fake(
     parts: int,
     two: int,
     four: int,
+    longest: int,
     half: bool,
     gated: bool = False,
 ) -> Tensor:

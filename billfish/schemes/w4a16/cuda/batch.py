@@ -31,6 +31,7 @@ TABLE = Path(__file__).parent / "tuned.json"
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     """The measured configuration, or the best by the cost model."""
     best = cheapest(m, n, k_tiles, record_bytes, gpu)
+    assert best is not None, "one always fits in a Hopper SM"
     measured = table().get((gpu.name, n, k_tiles), {})
     nearest = min((known for known in measured if known >= m), default=None)
     if nearest is None or nearest >= 2 * m:

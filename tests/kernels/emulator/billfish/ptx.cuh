@@ -49,6 +49,8 @@ inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v,
 
 template <int kBarrier, int kThreads>
 inline void sync_some() { meet(current->block->named[kBarrier], kThreads); }
+template <int kThreads>
+inline void sync_pair(int barrier) { meet(current->block->named[barrier], kThreads); }
 
 inline u64 evict_first_policy() { return 7; }
 inline u64 keep_policy() { return 7; }

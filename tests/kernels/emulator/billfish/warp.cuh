@@ -25,6 +25,7 @@ inline u32 ballot(bool yes) {
 inline uint4 load_table_16(const uint4* p) { return *p; }
 inline u32 float_bits(float v) { return bits_of(v); }
 inline uint4 load_global_bits_16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline u32 load_global_bits_4(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 template <int kSpan = 32, int kStep = 1>
 inline float sum_over(float v) {
     for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v += shuffle_xor(v, mask);
@@ -59,6 +60,7 @@ inline void fence_gpu() { yield(); }
 inline void add_shared(u32* p, u32 v) { *p += v; }
 inline void add_shared(u64* p, u64 v) { *p += v; }
 inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline void store_smem_bits_16(u32 a, uint4 v) { write(smem_at(a, 16), &v, 16); }
 inline float4 load_smem_floats(u32 a) { return read<float4>(a); }
 

@@ -1,0 +1,357 @@
+// w2416_batch: y (m, n) = x (m, k) W^T for m > 16 on the tensor cores of sm_90a.
+//
+// Tiles, ring and reduction are tiles.cuh's, as w4a16_batch has them: weights are decoded to wgmma's
+// A fragments in registers. x comes in the order of the records (order.cuh).
+//
+//     stage        128 inputs: half a record of 2 bits, or one of 4 bits, and its list of outliers,
+//                  which has at most list_words - 3
+//     warps 0-2    producers: bulk copies of records, TMA copies of x, bulk copies of lists
+//     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
+//                  inputs of a band, the next 64 are decoded, and outliers are added to them: at 0.1 %
+//                  a warp finds one in 16 outputs x 64 inputs
+//
+// Decoded weights are unit * weight in T, as in decode.cuh; sums are divided at the end.
+#pragma once
+
+#include "billfish/outliers.cuh"
+#include "billfish/tiles.cuh"
+
+namespace billfish {
+
+constexpr int kTwoHalf = kTwoScales / 2, kTwoMore = kTwoBytes - kTwoScales;
+constexpr u32 kNone = 0x4000;  // an entry that is at no place
+
+// What a band has in a stage: its record, the words of its list, from a multiple of four on, and
+// where the list begins and ends. batch.py counts the same.
+struct BandPlace {
+    int list, bytes;  // offset of the list; of all
+    constexpr BILLFISH_DEVICE BandPlace(int four_bytes, int list_words)
+        : list(four_bytes > kTwoHalf + kTwoMore ? four_bytes : kTwoHalf + kTwoMore),
+          bytes(list + 16 + list_words * 4) {}
+};
+
+// Registers of a producer and of a consumer: those with which nothing is spilled.
+constexpr BILLFISH_DEVICE int copy_registers(int tokens, int bands) {
+    return two_fit(tokens, bands) ? 56 : bands == 2 ? 40 : 48;
+}
+constexpr BILLFISH_DEVICE int math_registers(int tokens, int bands) {
+    return two_fit(tokens, bands) ? 88 : bands == 2 ? 232 : 224;
+}
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+struct TwoBits {
+    static constexpr bool kTwo = true;
+};
+struct FourBits {
+    static constexpr bool kTwo = false;
+};
+
+// Producers, one thread each: the block's records, and their lists of outliers; both set the bytes
+// that a stage's barrier expects, the first also those of x. Stages are numbered along k: first those
+// of 2 bits, two a record.
+template <int kTokens, int kBands>
+BILLFISH_DEVICE void copy_records(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
+                                  Walk walk, int stages, int stage_bytes, BandPlace at,
+                                  BatchPlaces places) {
+    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
+    const int four_bytes = layer.four_bytes();
+    Slot slot(1);  // the first round finds every slot empty
+#pragma unroll 1
+    while (walk.next()) {
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
+        const int here = min(kTeams * kBands, bands - band);
+#pragma unroll 1
+        for (int i = walk.first; i < walk.first + walk.count; ++i) {
+            const bool two = i < 2 * layer.two;
+            const u32 full = places.full(slot.index);
+            u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens);
+            const unsigned char* from =
+                layer.band(band) + (two ? i / 2 * kTwoBytes
+                                        : layer.two * kTwoBytes + (i - 2 * layer.two) * four_bytes);
+            barrier_wait(places.empty(slot.index), slot.parity);
+            barrier_arrive_expect(
+                full, x_bytes(kTokens) + here * (two ? kTwoHalf + kTwoMore : four_bytes));
+#pragma unroll 1
+            for (int j = 0; j < here; ++j) {
+                if (two) {
+                    copy_bulk(to, from + i % 2 * kTwoHalf, kTwoHalf, full, policy);
+                    copy_bulk(to + kTwoHalf, from + kTwoScales, kTwoMore, full, policy);
+                } else {
+                    copy_bulk(to, from, four_bytes, full, policy);
+                }
+                to += at.bytes, from += static_cast<u64>(layer.band_words) * 4;
+            }
+            slot.next(stages);
+        }
+    }
+}
+
+template <int kTokens, int kBands>
+BILLFISH_DEVICE void copy_lists(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
+                                Walk walk, int stages, int stage_bytes, BandPlace at,
+                                BatchPlaces places) {
+    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
+    Slot slot(1);
+#pragma unroll 1
+    while (walk.next()) {
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
+        const int here = min(kTeams * kBands, bands - band);
+#pragma unroll 1
+        for (int i = walk.first; i < walk.first + walk.count; ++i) {
+            const u32 full = places.full(slot.index);
+            const u32* edges = layer.lists(band) + kHead + (i < 2 * layer.two ? i / 2 : i - layer.two);
+            u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens) + at.list;
+            u32 bytes = 0;
+            barrier_wait(places.empty(slot.index), slot.parity);
+#pragma unroll 1
+            for (int j = 0; j < kTeams * kBands; ++j, edges += layer.band_words, to += at.bytes) {
+                u32 begin = 0, end = 0;  // also where n ends before the tile
+                if (j < here) begin = edges[0], end = edges[1];  // mostly from L1
+                store_smem_8(to, __uint_as_float(begin), __uint_as_float(end));
+                if (begin == end) continue;
+                const u32 first = begin & ~3u, some = ((end + 3 & ~3u) - first) * 4;
+                copy_bulk(to + 16, layer.lists(band + j) + kHead + layer.edge_words() + first, some,
+                          full, policy);
+                bytes += some;
+            }
+            barrier_arrive_expect(full, bytes);
+            slot.next(stages);
+        }
+    }
+}
+
+// Adds the outliers of a list that are among a warp's 16 outputs and 64 inputs (`key`, the bits
+// kPlace of an entry) to its fragments. `scale` is the unit.
+constexpr u32 kPlace = kNone | 0x30c0;
+template <class T, bool kTwo>
+BILLFISH_DEVICE void add_outliers(u32 list, u32 key, float scale, int lane, u32 (&a)[4][4]) {
+    const uint2 edges = load_smem_8(list);
+    list += 16 + edges.x % 4 * 4 + lane * 4;
+#pragma unroll 1
+    for (int left = edges.y - edges.x; left > 0; left -= 32, list += 128) {
+        const u32 one = lane < left ? load_smem_4(list) : kNone;
+#pragma unroll 1
+        for (u32 mine = ballot((one & kPlace) == key); mine; mine &= mine - 1) {
+            const u32 entry = shuffle(one, 31 - __clz(mine & 0 - mine));
+            const u32 column = entry % 64, inside = column % 16;
+            const u32 owner = entry / 256 % 8 * 4 + (kTwo ? column / 16 : inside / 2 % 4);
+            const u32 step = kTwo ? inside / 4 : column / 16;
+            const u32 which = (kTwo ? inside / 2 % 2 : inside / 8) * 2 + entry / 2048 % 2;
+            const u32 value = T::from_float(T::to_float(entry >> 16) * scale);
+            const u32 more = lane == owner ? value << column % 2 * 16 : 0;
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                if (step != i) continue;
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) a[i][j] = T::add(a[i][j], which == j ? more : 0);
+            }
+        }
+    }
+}
+
+// Epilogue of gated tiles: two neighbouring warps have 16 gates and their ups. A warp's results are
+// transposed as in store_results, and the warp of the gates stores silu(gate) * up.
+template <class T, int kTokens>
+BILLFISH_DEVICE void store_gated(const float (&acc)[kTokens / 2], const u16* bias, u16* out, int m,
+                                 int n, int token_0, int row_0, u32 turn, int pair, bool ups,
+                                 int lane) {
+    float add[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+        const int row = row_0 + lane / 4 + lower * 8;
+        if (bias != nullptr && row < n) add[lower] = T::to_float(bias[row]);
+    }
+    const u32 to = turn + (lane / 16 * 8 + lane % 8) * kTurnLine + lane / 8 % 2 * 16;
+    const u32 from = turn + lane / 2 * kTurnLine + lane % 2 * 16;
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) {
+        u32 both[4];  // [tokens 0-7, 8-15][outputs 0-7, 8-15]
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int e = i * 8 + j / 2 * 4 + j % 2 * 2;
+            both[j] = T::pack(acc[e] + add[j % 2], acc[e + 1] + add[j % 2]);
+        }
+        store_matrices_turned(to, both);
+        sync_pair<64>(1 + pair);
+        const int token = token_0 + i * 16 + lane / 2;
+        if (!ups && token < m && row_0 < n) {
+            const uint4 gate = load_smem_16(from), up = load_smem_16(from + kTurnBytes);
+            u16* place = out + static_cast<u64>(token) * (n / 2) + row_0 / 2 + lane % 2 * 8;
+            *reinterpret_cast<uint4*>(place) = {swiglu<T>(gate.x, up.x), swiglu<T>(gate.y, up.y),
+                                                swiglu<T>(gate.z, up.z), swiglu<T>(gate.w, up.w)};
+        }
+        sync_pair<64>(1 + pair);
+    }
+}
+
+#endif
+
+// `x` maps (m, 128 * stages along k) in boxes of 64 inputs x kTokens tokens; `gated`: of every 32
+// rows the first 16 are gates and the others their ups, and `out` is (m, n / 2), n a multiple of 32.
+// `early` and the rest as in w4a16's batch.cuh.
+template <class T, int kZero, int kStep, int kTokens, int kBands>
+__global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
+w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
+            const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
+            u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int tiles_2,
+            int tiles_4, int sets, int band_words, int list_words, int whole, int stages,
+            int stage_bytes, bool early, bool gated) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
+
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const BatchPlaces places{smem_address(smem)};
+    const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
+    const BandPlace at(layer.four_bytes(), list_words);
+    const int bands = (n + kRecordN - 1) / kRecordN;
+    if (early) launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            barrier_init(places.full(i), 2);            // and the bytes of the copies
+            barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    Walk walk(2 * tiles_2 + tiles_4, whole, m_tiles * n_tiles);
+    if (threadIdx.x < kTeamThreads) {
+        give_registers<copy_registers(kTokens, kBands)>();
+        if (threadIdx.x == 0) {
+            copy_records<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
+                                          at, places);
+        } else if (threadIdx.x == 32) {
+            dependency_wait();
+            copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, stage_bytes, places);
+            if (!early) launch_dependents();  // the first call of a block counts
+        } else if (threadIdx.x == 64) {
+            copy_lists<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
+                                        at, places);
+        }
+        return;
+    }
+    take_registers<math_registers(kTokens, kBands)>();
+
+    const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
+    const int warp = thread / 32 % 4, lane = thread % 32;
+    Slot slot(0);
+#pragma unroll 1
+    while (walk.next()) {
+        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const int first_band = place.n_tile * kTeams * kBands + team * kBands;
+        int unit[kBands];  // log2 of it
+#pragma unroll
+        for (int band = 0; band < kBands; ++band)
+            unit[band] = static_cast<int>(*layer.lists(min(first_band + band, bands - 1)));
+        float acc[kBands][kTokens / 2] = {};
+        // `count` stages of one kind; `decode` makes the fragments of 64 inputs.
+        const auto run = [&](int count, auto kind, auto decode) {
+            constexpr bool kTwo = decltype(kind)::kTwo;
+            u32 a[2][4][4];  // two buffers: in flight, and being decoded
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                const u32 stage = places.ring() + slot.index * stage_bytes;
+                const u64 x_at = x_descriptor(stage);
+                barrier_wait(places.full(slot.index), slot.parity);
+#pragma unroll
+                for (int step = 0; step < 2 * kBands; ++step) {
+                    const int k64 = step / kBands, band = step % kBands;
+                    const u32 record = stage + x_bytes(kTokens) + (team * kBands + band) * at.bytes;
+                    const int half = kTwo ? (walk.first + i) % 2 : 0;  // of a record of 2 bits
+                    decode(record, half, band, k64, a[step % 2]);
+                    add_outliers<T, kTwo>(record + at.list, warp << 12 | (half * 2 + k64) << 6,
+                                          __uint_as_float(127 + unit[band] << 23), lane,
+                                          a[step % 2]);
+                    wgmma_fence();
+#pragma unroll
+                    for (int k16 = 0; k16 < 4; ++k16)  // 32 bytes on
+                        wgmma(T(), acc[band], a[step % 2][k16],
+                              x_at + (k64 * kTokens * kXLine + k16 * 32) / 16);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (step == 0 && i > 0 && lane == 0)  // the slot before has been read
+                        barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+                }
+                slot.next(stages);
+            }
+            wgmma_wait<0>();
+            if (count > 0 && lane == 0)
+                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+        };
+        const int of_two = max(0, min(walk.count, 2 * tiles_2 - walk.first));
+        u32 lean[kBands], more[kBands];
+#pragma unroll
+        for (int band = 0; band < kBands; ++band)
+            lean[band] = power<T>(unit[band] + Scaled<T>::kPlus);
+        run(of_two, TwoBits(), [&](u32 record, int half, int band, int k64, u32(&a)[4][4]) {
+            const u32 mine = warp / 2 * 32 + lane, brick = warp % 2;
+            const u32 behind = record + kTwoHalf - kTwoScales;  // half of the codes are here
+            const uint2 v = load_smem_8(record + k64 * 1024 + mine * 16 + brick * 8);
+            const u32 codes = load_smem_4(behind + kTwoScales + mine * 8 + half * 4) >> brick * 4;
+            const u32 zeros = load_smem_4(behind + kTwoZeros + mine * 4) >> (half * 4 + brick) * 2;
+            const u32 base = 0x00010001u * load_smem_2(behind + kTwoBases + warp / 2 * 64 +
+                                                       lane % 4 * 16 + half * 8 + k64 * 4 +
+                                                       brick * 2);
+            const TwoGroup<T, kZero, kStep> group(codes, k64 * 8, zeros, k64 * 4,
+                                                  offset_of<T>(base),
+                                                  base_of<T>(base, lean[band]));
+            const u32 words[2] = {v.x, v.y};
+#pragma unroll
+            for (int k16 = 0; k16 < 4; ++k16) group.fragment(words, k16, a[k16]);
+        });
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const int plus = unit[band] + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
+            lean[band] = power<T>(plus / 2);
+            more[band] =
+                power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
+        }
+        run(walk.count - of_two, FourBits(),
+            [&](u32 record, int, int band, int k64, u32(&a)[4][4]) {
+                const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
+                const u32 words[4] = {v.x, v.y, v.z, v.w};
+                const u32 marks = load_smem_4(record + kFourScales + sets * kFourSetBytes);
+                FourGroup<T> group;
+#pragma unroll
+                for (int k16 = 0; k16 < 4; ++k16) {
+                    const int step = k64 * 4 + k16;
+                    if (k16 == 0 || marks >> step & 1) {  // a part of k begins
+                        const int set = __popc(marks & (2u << step) - 1);
+                        group.set(load_smem_4(record + kFourScales + set * kFourSetBytes +
+                                              (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4),
+                                  lean[band], more[band]);
+                    }
+                    group.fragment(words[k16], a[k16]);
+                }
+            });
+
+        MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
+        if (walk.first > 0) {
+            here.leave(&acc[0][0], lane);
+            continue;
+        }
+        int others = 0;
+        for (int have = walk.count; have < walk.k_tiles; ++others)  // the last may go on elsewhere
+            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        if (others > 0) here.collect(&acc[0][0], others, lane);
+        const u32 turn = places.ring() + stages * stage_bytes + thread / 32 * kTurnBytes;
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const float real = __uint_as_float(127 - unit[band] << 23);  // 1 / unit
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i) acc[band][i] *= real;
+            const int token = place.m_tile * kTokens;
+            const int row = (first_band + band) * kRecordN + warp * 16;
+            if (gated)
+                store_gated<T, kTokens>(acc[band], bias, out, m, n, token, row, turn,
+                                        thread / 64, warp % 2, lane);
+            else
+                store_results<T, kTokens>(acc[band], bias, out, m, n, token, row, false, turn,
+                                          lane);
+        }
+    }
+#endif
+}
+
+}  // namespace billfish
