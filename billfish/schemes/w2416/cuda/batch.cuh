@@ -5,7 +5,8 @@
 //
 //     stage        128 inputs: half a record of 2 bits, or one of 4 bits, and its list of outliers,
 //                  which has at most list_words - 3
-//     warps 0-2    producers: bulk copies of records, TMA copies of x, bulk copies of lists
+//     warps 0, 1   producers: bulk copies of records and lists, a thread for each band; TMA copies of
+//                  x
 //     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
 //                  inputs of a band, the next 64 are decoded, and outliers are added to them: at 0.1 %
 //                  a warp finds one in 16 outputs x 64 inputs
@@ -30,12 +31,14 @@ struct BandPlace {
           bytes(list + 16 + list_words * 4) {}
 };
 
-// Registers of a producer and of a consumer: those with which nothing is spilled.
+// Registers of a producer and of a consumer: with these nothing is spilled but a few numbers of a
+// tile, outside the loops over k, and two buffers of fragments remain (with fewer ptxas waits for
+// every product).
 constexpr BILLFISH_DEVICE int copy_registers(int tokens, int bands) {
-    return two_fit(tokens, bands) ? 56 : bands == 2 ? 40 : 48;
+    return two_fit(tokens, bands) ? 48 : bands == 2 ? 40 : 48;
 }
 constexpr BILLFISH_DEVICE int math_registers(int tokens, int bands) {
-    return two_fit(tokens, bands) ? 88 : bands == 2 ? 232 : 224;
+    return two_fit(tokens, bands) ? 96 : bands == 2 ? 232 : 224;
 }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -47,106 +50,98 @@ struct FourBits {
     static constexpr bool kTwo = false;
 };
 
-// Producers, one thread each: the block's records, and their lists of outliers; both set the bytes
-// that a stage's barrier expects, the first also those of x. Stages are numbered along k: first those
-// of 2 bits, two a record.
+// Producer of one band's records and lists of outliers, a thread for each band; the first sets the
+// bytes of x, too, that a stage's barrier expects. Stages are numbered along k: first those of 2 bits,
+// two a record.
 template <int kTokens, int kBands>
-BILLFISH_DEVICE void copy_records(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
-                                  Walk walk, int stages, int stage_bytes, BandPlace at,
-                                  BatchPlaces places) {
+BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
+                               Walk walk, int stages, int stage_bytes, BandPlace at,
+                               BatchPlaces places) {
+    const int mine = threadIdx.x;
     const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
-    const int four_bytes = layer.four_bytes();
     Slot slot(1);  // the first round finds every slot empty
 #pragma unroll 1
     while (walk.next()) {
-        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
-        const int here = min(kTeams * kBands, bands - band);
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands + mine;
 #pragma unroll 1
         for (int i = walk.first; i < walk.first + walk.count; ++i) {
             const bool two = i < 2 * layer.two;
             const u32 full = places.full(slot.index);
-            u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens);
-            const unsigned char* from =
-                layer.band(band) + (two ? i / 2 * kTwoBytes
-                                        : layer.two * kTwoBytes + (i - 2 * layer.two) * four_bytes);
+            const u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens) +
+                           mine * at.bytes;
+            u32 begin = 0, end = 0, bytes = mine == 0 ? x_bytes(kTokens) : 0;
             barrier_wait(places.empty(slot.index), slot.parity);
-            barrier_arrive_expect(
-                full, x_bytes(kTokens) + here * (two ? kTwoHalf + kTwoMore : four_bytes));
-#pragma unroll 1
-            for (int j = 0; j < here; ++j) {
+            if (band < bands) {
+                const unsigned char* from = layer.band(band);
                 if (two) {
+                    from += i / 2 * kTwoBytes, bytes += kTwoHalf + kTwoMore;
                     copy_bulk(to, from + i % 2 * kTwoHalf, kTwoHalf, full, policy);
                     copy_bulk(to + kTwoHalf, from + kTwoScales, kTwoMore, full, policy);
                 } else {
-                    copy_bulk(to, from, four_bytes, full, policy);
+                    const int size = layer.four_bytes();
+                    from += layer.two * kTwoBytes + (i - 2 * layer.two) * size, bytes += size;
+                    copy_bulk(to, from, size, full, policy);
                 }
-                to += at.bytes, from += static_cast<u64>(layer.band_words) * 4;
+                const u32* list = layer.lists(band) + kHead;
+                const int record = two ? i / 2 : i - layer.two;
+                begin = list[record], end = list[record + 1];  // mostly from L1
+                if (begin < end) {
+                    const u32 first = begin & ~3u, some = ((end + 3 & ~3u) - first) * 4;
+                    copy_bulk(to + at.list + 16, list + layer.edge_words() + first, some, full,
+                              policy);
+                    bytes += some;
+                }
             }
-            slot.next(stages);
-        }
-    }
-}
-
-template <int kTokens, int kBands>
-BILLFISH_DEVICE void copy_lists(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
-                                Walk walk, int stages, int stage_bytes, BandPlace at,
-                                BatchPlaces places) {
-    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
-    Slot slot(1);
-#pragma unroll 1
-    while (walk.next()) {
-        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
-        const int here = min(kTeams * kBands, bands - band);
-#pragma unroll 1
-        for (int i = walk.first; i < walk.first + walk.count; ++i) {
-            const u32 full = places.full(slot.index);
-            const u32* edges = layer.lists(band) + kHead + (i < 2 * layer.two ? i / 2 : i - layer.two);
-            u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens) + at.list;
-            u32 bytes = 0;
-            barrier_wait(places.empty(slot.index), slot.parity);
-#pragma unroll 1
-            for (int j = 0; j < kTeams * kBands; ++j, edges += layer.band_words, to += at.bytes) {
-                u32 begin = 0, end = 0;  // also where n ends before the tile
-                if (j < here) begin = edges[0], end = edges[1];  // mostly from L1
-                store_smem_8(to, __uint_as_float(begin), __uint_as_float(end));
-                if (begin == end) continue;
-                const u32 first = begin & ~3u, some = ((end + 3 & ~3u) - first) * 4;
-                copy_bulk(to + 16, layer.lists(band + j) + kHead + layer.edge_words() + first, some,
-                          full, policy);
-                bytes += some;
-            }
+            store_smem_8(to + at.list, __uint_as_float(begin), __uint_as_float(end));
             barrier_arrive_expect(full, bytes);
             slot.next(stages);
         }
     }
 }
 
-// Adds the outliers of a list that are among a warp's 16 outputs and 64 inputs (`key`, the bits
-// kPlace of an entry) to its fragments. `scale` is the unit.
-constexpr u32 kPlace = kNone | 0x30c0;
-template <class T, bool kTwo>
-BILLFISH_DEVICE void add_outliers(u32 list, u32 key, float scale, int lane, u32 (&a)[4][4]) {
-    const uint2 edges = load_smem_8(list);
-    list += 16 + edges.x % 4 * 4 + lane * 4;
-#pragma unroll 1
-    for (int left = edges.y - edges.x; left > 0; left -= 32, list += 128) {
-        const u32 one = lane < left ? load_smem_4(list) : kNone;
+// A list of outliers in shared memory, of which every lane holds one of the first 32.
+struct Held {
+    u32 one;
+    int left;
+    BILLFISH_DEVICE void load(u32 list, int lane) {
+        const uint2 edges = load_smem_8(list);
+        left = edges.y - edges.x;
+        one = entry(list, lane);
+    }
+    BILLFISH_DEVICE u32 entry(u32 list, int lane) const {
+        return lane < left ? load_smem_4(list + 16 + (load_smem_4(list) % 4 + lane) * 4) : kNone;
+    }
+};
+
+// Adds the outliers of a list that are among a warp's 16 outputs and 64 inputs (`key`, bits of an
+// entry) to its fragments of k16 steps `first` to first + kSteps - 1. `scale` is the unit.
+template <class T, bool kTwo, int kSteps>
+BILLFISH_DEVICE void add_outliers(const Held& held, u32 list, u32 key, int first, float scale,
+                                  int lane, u32 (&a)[kSteps][4]) {
+    constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;  // of a column: in the later two steps
+    constexpr u32 kPlace = kNone | 0x30c0 | kStepBit;
+    key |= first ? kStepBit : 0;
+    u32 one = held.one;
+    for (int from = 0;;) {
 #pragma unroll 1
         for (u32 mine = ballot((one & kPlace) == key); mine; mine &= mine - 1) {
             const u32 entry = shuffle(one, 31 - __clz(mine & 0 - mine));
             const u32 column = entry % 64, inside = column % 16;
             const u32 owner = entry / 256 % 8 * 4 + (kTwo ? column / 16 : inside / 2 % 4);
-            const u32 step = kTwo ? inside / 4 : column / 16;
+            const u32 step = (kTwo ? inside / 4 : column / 16) % kSteps;
             const u32 which = (kTwo ? inside / 2 % 2 : inside / 8) * 2 + entry / 2048 % 2;
             const u32 value = T::from_float(T::to_float(entry >> 16) * scale);
             const u32 more = lane == owner ? value << column % 2 * 16 : 0;
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
+            for (u32 i = 0; i < kSteps; ++i) {
                 if (step != i) continue;
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) a[i][j] = T::add(a[i][j], which == j ? more : 0);
             }
         }
+        from += 32;
+        if (from >= held.left) break;  // up to 0.2 % of outliers few lists are longer
+        one = held.entry(list, from + lane);
     }
 }
 
@@ -198,6 +193,9 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             int tiles_4, int sets, int band_words, int list_words, int whole, int stages,
             int stage_bytes, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
+    // k16 steps that are decoded at a time: with four and two blocks on an SM, registers would not do
+    // for products in flight.
+    constexpr int kSteps = two_fit(kTokens, kBands) ? 2 : 4;
     static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -208,8 +206,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(places.full(i), 2);            // and the bytes of the copies
-            barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
+            barrier_init(places.full(i), kTeams * kBands);  // and the bytes of the copies
+            barrier_init(places.empty(i), 4 * kTeams);      // warps that multiply
         }
         barrier_init_fence();
     }
@@ -218,16 +216,13 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     Walk walk(2 * tiles_2 + tiles_4, whole, m_tiles * n_tiles);
     if (threadIdx.x < kTeamThreads) {
         give_registers<copy_registers(kTokens, kBands)>();
-        if (threadIdx.x == 0) {
-            copy_records<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
-                                          at, places);
+        if (threadIdx.x < kTeams * kBands) {
+            copy_band<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes, at,
+                                       places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, stage_bytes, places);
             if (!early) launch_dependents();  // the first call of a block counts
-        } else if (threadIdx.x == 64) {
-            copy_lists<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
-                                        at, places);
         }
         return;
     }
@@ -245,33 +240,45 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         for (int band = 0; band < kBands; ++band)
             unit[band] = static_cast<int>(*layer.lists(min(first_band + band, bands - 1)));
         float acc[kBands][kTokens / 2] = {};
-        // `count` stages of one kind; `decode` makes the fragments of 64 inputs.
-        const auto run = [&](int count, auto kind, auto decode) {
+        // `count` stages of one kind. `load` has what the fragments of 64 inputs need, and makes them.
+        const auto run = [&](int count, auto kind, auto load) {
             constexpr bool kTwo = decltype(kind)::kTwo;
-            u32 a[2][4][4];  // two buffers: in flight, and being decoded
+            u32 a[2][kSteps][4];  // two buffers: in flight, and being decoded
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 const u32 stage = places.ring() + slot.index * stage_bytes;
                 const u64 x_at = x_descriptor(stage);
+                const int half = kTwo ? (walk.first + i) % 2 : 0;  // of a record of 2 bits
                 barrier_wait(places.full(slot.index), slot.parity);
+                const u32 first_record = stage + x_bytes(kTokens) + team * kBands * at.bytes;
+                Held held[kBands];
+#pragma unroll
+                for (int band = 0; band < kBands; ++band)
+                    held[band].load(first_record + band * at.bytes + at.list, lane);
 #pragma unroll
                 for (int step = 0; step < 2 * kBands; ++step) {
                     const int k64 = step / kBands, band = step % kBands;
-                    const u32 record = stage + x_bytes(kTokens) + (team * kBands + band) * at.bytes;
-                    const int half = kTwo ? (walk.first + i) % 2 : 0;  // of a record of 2 bits
-                    decode(record, half, band, k64, a[step % 2]);
-                    add_outliers<T, kTwo>(record + at.list, warp << 12 | (half * 2 + k64) << 6,
-                                          __uint_as_float(127 + unit[band] << 23), lane,
-                                          a[step % 2]);
-                    wgmma_fence();
+                    const u32 record = first_record + band * at.bytes;
+                    auto fragment = load(record, half, band, k64);
 #pragma unroll
-                    for (int k16 = 0; k16 < 4; ++k16)  // 32 bytes on
-                        wgmma(T(), acc[band], a[step % 2][k16],
-                              x_at + (k64 * kTokens * kXLine + k16 * 32) / 16);
-                    wgmma_commit();
-                    wgmma_wait<1>();
-                    if (step == 0 && i > 0 && lane == 0)  // the slot before has been read
-                        barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+                    for (int first = 0; first < 4; first += kSteps) {
+                        u32(&now)[kSteps][4] = a[(step * 4 + first) / kSteps % 2];
+#pragma unroll
+                        for (int k16 = 0; k16 < kSteps; ++k16) fragment(first + k16, now[k16]);
+                        add_outliers<T, kTwo>(held[band], record + at.list,
+                                              warp << 12 | (half * 2 + k64) << 6, first,
+                                              __uint_as_float(127 + unit[band] << 23), lane, now);
+                        wgmma_fence();
+#pragma unroll
+                        for (int k16 = 0; k16 < kSteps; ++k16)  // 32 bytes on
+                            wgmma(T(), acc[band], now[k16],
+                                  x_at + (k64 * kTokens * kXLine + (first + k16) * 32) / 16);
+                        wgmma_commit();
+                        wgmma_wait<1>();
+                        if (step + first == 0 && i > 0 && lane == 0)  // the slot before has been read
+                            barrier_arrive(
+                                places.empty((slot.index == 0 ? stages : slot.index) - 1));
+                    }
                 }
                 slot.next(stages);
             }
@@ -284,7 +291,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
             lean[band] = power<T>(unit[band] + Scaled<T>::kPlus);
-        run(of_two, TwoBits(), [&](u32 record, int half, int band, int k64, u32(&a)[4][4]) {
+        run(of_two, TwoBits(), [&](u32 record, int half, int band, int k64) {
             const u32 mine = warp / 2 * 32 + lane, brick = warp % 2;
             const u32 behind = record + kTwoHalf - kTwoScales;  // half of the codes are here
             const uint2 v = load_smem_8(record + k64 * 1024 + mine * 16 + brick * 8);
@@ -296,9 +303,10 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             const TwoGroup<T, kZero, kStep> group(codes, k64 * 8, zeros, k64 * 4,
                                                   offset_of<T>(base),
                                                   base_of<T>(base, lean[band]));
-            const u32 words[2] = {v.x, v.y};
-#pragma unroll
-            for (int k16 = 0; k16 < 4; ++k16) group.fragment(words, k16, a[k16]);
+            return [=](int k16, u32(&a)[4]) {
+                const u32 words[2] = {v.x, v.y};
+                group.fragment(words, k16, a);
+            };
         });
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
@@ -307,24 +315,20 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             more[band] =
                 power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
         }
-        run(walk.count - of_two, FourBits(),
-            [&](u32 record, int, int band, int k64, u32(&a)[4][4]) {
-                const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
-                const u32 words[4] = {v.x, v.y, v.z, v.w};
-                const u32 marks = load_smem_4(record + kFourScales + sets * kFourSetBytes);
-                FourGroup<T> group;
-#pragma unroll
-                for (int k16 = 0; k16 < 4; ++k16) {
-                    const int step = k64 * 4 + k16;
-                    if (k16 == 0 || marks >> step & 1) {  // a part of k begins
-                        const int set = __popc(marks & (2u << step) - 1);
-                        group.set(load_smem_4(record + kFourScales + set * kFourSetBytes +
-                                              (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4),
-                                  lean[band], more[band]);
-                    }
-                    group.fragment(words[k16], a[k16]);
+        run(walk.count - of_two, FourBits(), [&](u32 record, int, int band, int k64) {
+            const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
+            const u32 scales = record + kFourScales, marks = load_smem_4(scales + sets * kFourSetBytes);
+            const u32 mine = scales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
+            FourGroup<T> group;
+            return [=, &lean, &more](int k16, u32(&a)[4]) mutable {
+                const int step = k64 * 4 + k16;
+                if (k16 == 0 || marks >> step & 1) {  // a part of k begins
+                    const int set = __popc(marks & (2u << step) - 1);
+                    group.set(load_smem_4(mine + set * kFourSetBytes), lean[band], more[band]);
                 }
-            });
+                group.fragment(k16 == 0 ? v.x : k16 == 1 ? v.y : k16 == 2 ? v.z : v.w, a);
+            };
+        });
 
         MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
         if (walk.first > 0) {
