@@ -19,6 +19,7 @@ from torch.nn.functional import pad, silu
 import billfish
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
+from billfish.kernels.stripes import Stripes
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
 from billfish.schemes.w4a16.cuda import op as cuda
@@ -113,7 +114,7 @@ def product(
     else:
         tokens = min(each for each in stripe.BANDS if each >= m)
         bands, stages = stripe.BANDS[tokens], 0
-        blocks = stripe.Stripes(n, k_tiles, bands, sms).blocks
+        blocks = Stripes(n, k_tiles, bands, sms).blocks
         smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
