@@ -44,7 +44,7 @@ struct Stripes {
 };
 
 // Below, acc is a warp's sums of 32 outputs, [brick][8 tokens][mma's four]. kOwners threads hold a
-// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of all callers.
+// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of them.
 
 // Adds the sums of `sub` 1 to those of `sub` 0 through shared memory at `room`, which nobody may
 // still read.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from billfish.kernels.device import HOPPER, capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.schemes.w2416.scheme import ZERO, ZERO_STEP
@@ -22,6 +23,11 @@ def decode_kernel(dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
 
 
 @functools.cache
+def stripe_kernel(dtype: torch.dtype, tokens: int) -> Kernel:
+    return _kernel("stripe", dtype, tokens)
+
+
+@functools.cache
 def panel_kernel(dtype: torch.dtype) -> Kernel:
     return _kernel("panel", dtype)
 
@@ -35,4 +41,11 @@ def programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
     if dtype not in TYPES or arch != ARCH:
         return ()
     kernels = [decode_kernel(dtype, tokens, bands) for tokens in (8, 16) for bands in (1, 2, 4)]
+    return tuple(kernel.program for kernel in (*kernels, panel_kernel(dtype)))
+
+
+def stripe_programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+    if dtype not in TYPES or capability(arch) >= HOPPER:
+        return ()
+    kernels = [stripe_kernel(dtype, tokens) for tokens in (8, 16)]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(dtype)))

@@ -1,8 +1,8 @@
 """Chooses what runs m tokens of one w2416 layer on one GPU.
 
-Up to 16 tokens take one memory-bound launch of w2416_decode, up to 64 one for every 16. Beyond,
-weights are decoded panel by panel for PyTorch's matrix product. All of it is one torch operator,
-for torch.compile and CUDA graphs.
+Up to 16 tokens take one memory-bound launch (w2416_decode on Hopper, w2416_stripe from sm_80 on),
+up to 64 one for every 16. Beyond, weights are decoded panel by panel for PyTorch's matrix product.
+All of it is one torch operator, for torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.gated import apart
-from billfish.schemes.w2416.cuda import tile
+from billfish.schemes.w2416.cuda import stripe, tile
 from billfish.schemes.w2416.cuda.arrange import N, Shape
 from billfish.schemes.w2416.cuda.instances import TYPES, decode_kernel, panel_kernel
 
@@ -35,11 +35,12 @@ Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
 class Plan:
     """Everything about one layer's launches on one device that is the same in every call."""
 
-    def __init__(self, index: int, shape: Shape) -> None:
+    def __init__(self, index: int, shape: Shape, striped: bool = False) -> None:
         self.shape = shape
         self.panel = panel_kernel(shape.dtype).load(index)
         self.gpu, self.few = gpu(index), dict[int, Loaded]()
-        for m in (8, MOST_TOKENS):
+        self.stripes = stripe.Launcher(self.gpu, shape) if striped else None
+        for m in () if striped else (8, MOST_TOKENS):
             how = tile.pick_tile(m, shape.n, self.gpu)
             self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
         self.paths: dict[tuple[int, bool], Path] = {}
@@ -106,7 +107,8 @@ class Plan:
         return self._gated_panels if gated else self._panels
 
     def _one(self, m: int, gated: bool) -> Path:
-        kernel = self._decode(m, gated)
+        assert not gated or self.stripes is None
+        kernel = self.stripes.of(m) if self.stripes else self._decode(m, gated)
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
@@ -155,8 +157,8 @@ class Plan:
 
 
 @cache
-def plan(index: int, shape: Shape) -> Plan:
-    return Plan(index, shape)
+def plan(index: int, shape: Shape, striped: bool = False) -> Plan:
+    return Plan(index, shape, striped)
 
 
 def linear(
@@ -170,9 +172,11 @@ def linear(
     four: int,
     half: bool,
     gated: bool = False,
+    striped: bool = False,
 ) -> Tensor:
     """x (..., k) -> (..., n) in x's dtype. `half`: scales are fp16, and not bf16; x must be the
-    same. `gated`: (..., n / 2), silu(gate) * up of rows interleaved by RUN, without bias."""
+    same. `gated`: (..., n / 2), silu(gate) * up of rows interleaved by RUN, without bias.
+    `striped`: by w2416_stripe, which has no gate."""
     dtype = torch.float16 if half else torch.bfloat16
     if x.dtype not in TYPES:
         raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
@@ -191,7 +195,7 @@ def linear(
     if m:
         if bias is not None:
             bias = bias.to(x.device, dtype).contiguous()
-        plan(x.get_device(), shape).path(m, gated)(x, records, columns, bias, out)
+        plan(x.get_device(), shape, striped).path(m, gated)(x, records, columns, bias, out)
     return out
 
 
@@ -199,7 +203,7 @@ def linear(
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w2416_linear(Tensor x, Tensor records, Tensor columns, Tensor? bias, int n, int parts, "
-    "int two, int four, bool half, bool gated=False) -> Tensor"
+    "int two, int four, bool half, bool gated=False, bool striped=False) -> Tensor"
 )
 _library.impl("w2416_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 operator = torch.ops.billfish.w2416_linear.default
@@ -217,5 +221,6 @@ def _fake(
     four: int,
     half: bool,
     gated: bool = False,
+    striped: bool = False,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n // 2 if gated else n)
