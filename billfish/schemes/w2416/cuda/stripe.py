@@ -34,8 +34,12 @@ def sums(m: int) -> int:
 
 
 def stages(m: int, shape: Shape, gpu: Gpu) -> int:
-    """4, as MARLIN has; where a CTA has 99 KB (sm_86, sm_89), 3 from 4 tokens on, 2 from 9 on."""
+    """4, as MARLIN has; where a CTA has 99 KB (sm_86, sm_89), 3 from 5 tokens on, 2 from 9 on."""
     return min(MOST_STAGES, (gpu.smem_per_block - sums(m) * 4) // stage_bytes(m, shape))
+
+
+def smem_bytes(m: int, shape: Shape, gpu: Gpu) -> int:
+    return stages(m, shape, gpu) * stage_bytes(m, shape) + sums(m) * 4
 
 
 class Launcher:
@@ -50,9 +54,9 @@ class Launcher:
     def of(self, m: int) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]:
         """The launch of m tokens, up to 16: x, records, columns, bias, out."""
         gpu, shape, blocks = self.gpu, self.shape, self.partition.blocks
-        kernel, depth = self.kernels[tokens_of(m)], stages(m, shape, gpu)
-        smem = depth * stage_bytes(m, shape) + sums(m) * 4
+        kernel, smem = self.kernels[tokens_of(m)], smem_bytes(m, shape, gpu)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
+        depth = stages(m, shape, gpu)
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor

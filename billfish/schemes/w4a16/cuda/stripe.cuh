@@ -180,7 +180,7 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
         }
         unit += span;
 
-        // Through the stage just used, into which nothing is copied before the next stage's barrier.
+        // Through the stage just used: nothing is copied into it before the next stage's barrier.
         const auto sync = [] { __syncthreads(); };
         if constexpr (Stage::kSlices == 2) {
             static_assert(kOwners * 2 * kBlocks * 16 <= Stage::kBytes, "sums fit in a stage");
