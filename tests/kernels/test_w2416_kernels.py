@@ -54,7 +54,7 @@ def test_stripes_compile_without_spills(arch, dtype):
     for program in wanted if arch == "sm_80" else wanted[1:]:
         cubin = jit.compile(program, arch)
         assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
-        assert 16 <= cubin.registers <= 128, (program.name, cubin.registers)
+        assert 16 <= cubin.registers <= 200, (program.name, cubin.registers)  # ten warps
     assert not stripe_programs(dtype, "sm_90a") and not stripe_programs(torch.float32, arch)
 
 

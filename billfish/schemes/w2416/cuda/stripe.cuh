@@ -123,11 +123,14 @@ BILLFISH_DEVICE void wait_stage(int stages) {
     if (stages == 4) wait_copies<2>();
 }
 
+template <class T, int kTokens>
+using SpreadOutliers = Outliers<T, kTokens, kTileBands, true>;
+
 // What warps 8 and 9 do: as many __syncthreads as the others.
 template <class T, int kTokens>
 BILLFISH_DEVICE void add_lists(const MixedLayer& layer, const MixedRing& ring, u32 unit, u32 end,
                                int bands, int m) {
-    using Lists = Outliers<T, kTokens, kTileBands>;
+    using Lists = SpreadOutliers<T, kTokens>;
     constexpr int kBytes = Lists::kRegions * Lists::kRegionBytes;
     const int warp = (threadIdx.x - kMathThreads) / 32, lane = threadIdx.x % 32;
     const int k_tiles = layer.two + layer.four;
@@ -243,7 +246,9 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
 #pragma unroll
             for (int i = 0; i < 4 * kBlocks; ++i) {  // row q + 8 (i % 4), eight tokens
                 const u32 row = within * 32 + i % 4 * 8 + lane / 4;
-                const u32 place = ring.end + (row * kTokens + i / 4 * 8 + lane % 4 * 2) * 4;
+                const u32 pair = i / 4 * 4 + lane % 4;
+                const u32 place = ring.end + row * kTokens * 4 +
+                                  (pair * 8 ^ SpreadOutliers<T, kTokens>::spread(row));
                 const uint2 more = load_smem_8(place);
                 store_smem_8(place, 0, 0);
                 float(&sum)[4] = acc[i % 4 / 2][i / 4];
