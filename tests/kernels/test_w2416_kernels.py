@@ -44,14 +44,14 @@ def test_kernels_compile_without_spills(dtype):
     assert not programs(dtype, "sm_80") and not programs(torch.float32, "sm_90a")
 
 
-# sm_86 and sm_89 run the text of sm_80: one type each.
+# sm_86 and sm_89 run the text of sm_80: one type each, and the instances that need most registers.
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("sm_80", FP16), ("sm_80", BF16), ("sm_86", FP16), ("sm_89", BF16)], ids=str
 )
 def test_stripes_compile_without_spills(arch, dtype):
     wanted = stripe_programs(dtype, arch)
     assert len(set(wanted)) == 3
-    for program in wanted if arch == "sm_80" else wanted[1:]:
+    for program in wanted if (arch, dtype) == ("sm_80", FP16) else wanted[1:]:
         cubin = jit.compile(program, arch)
         assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
         assert 16 <= cubin.registers <= 200, (program.name, cubin.registers)  # ten warps
@@ -219,7 +219,7 @@ STRIPES = [
     (112, 576, W2416(2.473, 0.0), FP16, 4, (8, 1)),
     (144, 1536, W2416(3.3, 0.005), BF16, 4, (16, 9)),
     (208, 512, W2416(3.0, 0.0), FP16, 1, (3, 1)),
-    (80, 4096, W2416(2.6), FP16, 4, (16, 1)),
+    (80, 4096, W2416(2.6), FP16, 4, (16,)),
     (272, 144, W2416(3.3, 0.01), BF16, 2, (16,)),
     (528, 160, W2416(3.9, 0.02), FP16, 3, (8, 3)),
     (80, 1024, W2416(3.9, 0.02), FP16, 4, (9, 2)),
@@ -268,7 +268,7 @@ def test_panels_are_the_weights_rounded_once(n, k, dtype, compiled):
 MISTAKES = [
     ("decode", r"barrier_wait\(ready, pass & 1\);"),
     ("decode", r"sync_some<kStop, 32 \* kReaders>\(\);"),
-    ("stripe", r"wait_stage\(stages\);"),
+    ("stripe", r"wait_copies<\d>\(\);"),
     ("stripe", r"store_smem_8\(place, 0, 0\);"),  # outliers of the tile before
 ]
 

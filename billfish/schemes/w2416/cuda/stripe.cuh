@@ -2,11 +2,12 @@
 //
 // Stripes over tiles of 128 outputs (stripes.cuh, MARLIN 3.4). A tile's slices are its records
 // along k, those of 2 bits (256 inputs) and then those of 4 bits (128 inputs); a stripe may begin
-// with any. A stage of the cp.async ring is one or two slices of one kind and their activations,
-// gathered into the order of the records. stripe.py has the same arithmetic.
+// with any. A stage of the cp.async ring is one or two slices of one kind. stripe.py has the same
+// arithmetic.
 //
-//     warps 0-7    copy, and multiply: two a record, warps 4-7 the second slice of a stage
-//     warps 8, 9   outliers of each stage, from x in shared memory, into fp32 sums there
+//     warps 0-7    copy records, and multiply: two a record, warps 4-7 the second slice of a stage
+//     warps 8, 9   copy activations, one slice each, gathered into the order of the records; add
+//                  outliers of each stage, from x in shared memory, to fp32 sums there
 //
 // A tile's outliers are added to its sums once a stripe, before the stripes are added.
 #pragma once
@@ -18,6 +19,7 @@ namespace billfish {
 
 constexpr int kTileBands = 2, kStageSlices = 2;
 constexpr int kMathThreads = 256, kAllThreads = kMathThreads + 32 * kListWarps;
+static_assert(kListWarps == kStageSlices, "a warp gathers one slice's activations");
 constexpr int kOwners = 128;  // threads that hold a tile's final sums: those of the first slice
 
 // Shared memory: [stages: [records: band, slice][x: slice, token]][sums of outliers].
@@ -27,100 +29,110 @@ struct MixedRing {
     BILLFISH_DEVICE MixedRing(const MixedLayer& layer, int rows, int stages, u32 begin)
         : x((kTileBands * kStageSlices * max(kTwoBytes, layer.four_bytes()) + 127) / 128 * 128),
           bytes(x + kStageSlices * rows * kTwoK * 2), begin(begin), end(begin + stages * bytes) {}
-    BILLFISH_DEVICE u32 after(u32 stage) const {
-        return stage + bytes == end ? begin : stage + bytes;
+};
+
+// The stages of a stripe, one after the other, across the ends of tiles.
+struct StageWalk {
+    const MixedLayer& layer;
+    const MixedRing& ring;
+    u32 stage;
+    int tile, slice, left;  // of the stage's first unit; units of the stripe from there on
+    BILLFISH_DEVICE StageWalk(const MixedLayer& layer, const MixedRing& ring, u32 begin, u32 end)
+        : layer(layer), ring(ring), stage(ring.begin), tile(begin / (layer.two + layer.four)),
+          slice(begin - tile * (layer.two + layer.four)), left(end - begin) {}
+    BILLFISH_DEVICE bool two() const { return slice < layer.two; }
+    BILLFISH_DEVICE bool in(int one) const { return left > 0 && tile == one; }
+    BILLFISH_DEVICE int slices() const {
+        const int same = (two() ? layer.two : layer.two + layer.four) - slice;
+        return min(kStageSlices, min(same, left));
+    }
+    BILLFISH_DEVICE void next() {
+        const int done = slices();
+        slice += done, left -= done;
+        if (slice == layer.two + layer.four) slice = 0, ++tile;
+        stage = stage + ring.bytes == ring.end ? ring.begin : stage + ring.bytes;
     }
 };
 
-// Slices of the stage that begins with `slice`, `left` before the stripe ends.
-BILLFISH_DEVICE int slices_of(const MixedLayer& layer, int slice, int left) {
-    const int same = (slice < layer.two ? layer.two : layer.two + layer.four) - slice;
-    return min(kStageSlices, min(same, left));
-}
-
-// Copies stage after stage, 16 bytes a thread and instruction, across the ends of tiles. Half of
-// the threads gather x for each slice. Columns are known one stage ahead: they come from memory.
-struct MixedCopier {
+// Copies the records of stage after stage, 16 bytes a thread and instruction: a band's records of a
+// stage are one run of bytes. Evict first, as they are read once: x stays in L2 (MARLIN 3.4).
+struct RecordCopier {
     static constexpr int kCopies = 3;  // of a thread, for a band: 8 sets of scales are the most
     static_assert(kStageSlices * (kFourScales + 8 * kFourSetBytes + kFourMarkBytes) <=
                   kCopies * kMathThreads * 16, "both kinds of record");
-    const MixedLayer& layer;
-    const MixedRing& ring;
+    StageWalk at;
+    int bands;
+    u64 policy;
+    BILLFISH_DEVICE RecordCopier(const StageWalk& at, int bands)
+        : at(at), bands(bands), policy(evict_first_policy()) {}
+
+    // One group of cp.async, empty after the last stage: wait_copies counts groups.
+    BILLFISH_DEVICE void next() {
+        if (at.left > 0) {
+            const MixedLayer& layer = at.layer;
+            const int record = at.two() ? kTwoBytes : layer.four_bytes();
+            const int place = at.two() ? at.slice * record
+                                       : layer.two * kTwoBytes + (at.slice - layer.two) * record;
+            const int bytes = at.slices() * record, first = at.tile * kTileBands;
+#pragma unroll
+            for (int band = 0; band < kTileBands; ++band) {
+                if (first + band >= bands) break;
+                const unsigned char* from = layer.band(first + band) + place;
+                const u32 to = at.stage + band * kStageSlices * record;
+#pragma unroll
+                for (int i = 0; i < kCopies; ++i) {
+                    const int byte = (i * kMathThreads + threadIdx.x) * 16;
+                    if (byte < bytes) copy_async_16(to + byte, from + byte, policy);
+                }
+            }
+            at.next();
+        }
+        commit_copies();
+    }
+};
+
+// The same with activations: warp `sub` gathers those of one slice. Their columns are known one
+// stage ahead, as they come from memory.
+struct XCopier {
+    StageWalk at;
     const int* columns;
     const u16* x;
-    u64 policy;
-    u32 to;
-    int tile, slice, left, bands, m, k, column;
-
-    BILLFISH_DEVICE MixedCopier(const MixedLayer& layer, const MixedRing& ring, const int* columns,
-                                const u16* x, u32 begin, u32 end, int bands, int m, int k)
-        : layer(layer), ring(ring), columns(columns), x(x), policy(evict_first_policy()),
-          to(ring.begin), tile(begin / (layer.two + layer.four)),
-          slice(begin - tile * (layer.two + layer.four)), left(end - begin), bands(bands), m(m),
-          k(k) {
+    int m, k, rows, sub, lane, column;
+    BILLFISH_DEVICE XCopier(const StageWalk& at, const int* columns, const u16* x, int m, int k,
+                            int rows, int sub, int lane)
+        : at(at), columns(columns), x(x), m(m), k(k), rows(rows), sub(sub), lane(lane) {
         find();
     }
 
     BILLFISH_DEVICE void find() {
-        const int sub = threadIdx.x / (kMathThreads / kStageSlices), mine = slice + sub;
-        const bool two = slice < layer.two;
-        const int group = two ? mine * 16 + threadIdx.x % 32 / 2
-                              : layer.two * 16 + (mine - layer.two) * 8 + threadIdx.x % 16 / 2;
-        column = sub < slices_of(layer, slice, left) ? columns[group] : -1;
+        const int mine = at.slice + sub, two = at.layer.two;
+        const int group = at.two() ? mine * 16 + lane / 2  // of 16 inputs
+                                   : two * 16 + (mine - two) * 8 + lane % 16 / 2;
+        column = sub < at.slices() ? columns[group] : -1;
     }
-
-    // One group of cp.async, empty after the last stage: wait_copies counts groups.
     BILLFISH_DEVICE void next() {
-        if (left > 0) {
-            const bool two = slice < layer.two;
-            const int slices = slices_of(layer, slice, left);
-            const int record = two ? kTwoBytes : layer.four_bytes();
-            copy_records(two, record, slices);
-            copy_x(two, slices);
-            slice += slices, left -= slices;
-            if (slice == layer.two + layer.four) slice = 0, ++tile;
-            to = ring.after(to);
+        if (at.left > 0) {
+            const u32 to = at.stage + at.ring.x;
+            if (sub < at.slices()) {
+                if (at.two())
+                    gather_x<kTwoK, 32>(to + sub * rows * kTwoK * 2, x, column, k, m, lane);
+                else
+                    gather_x<kRecordK, 32>(to + sub * rows * kRecordK * 2, x, column, k, m, lane);
+            }
+            at.next();
             find();
         }
         commit_copies();
     }
-
-    // A band's records of a stage are one run of bytes. Weights are read once: evict first, so that
-    // x stays in L2 (MARLIN 3.4).
-    BILLFISH_DEVICE void copy_records(bool two, int record, int slices) const {
-        const int first = tile * kTileBands, bytes = slices * record;
-        const int place = two ? slice * record
-                              : layer.two * kTwoBytes + (slice - layer.two) * record;
-#pragma unroll
-        for (int band = 0; band < kTileBands; ++band) {
-            if (first + band >= bands) break;
-            const unsigned char* from = layer.band(first + band) + place;
-            const u32 here = to + band * kStageSlices * record;
-#pragma unroll
-            for (int i = 0; i < kCopies; ++i) {
-                const int at = (i * kMathThreads + threadIdx.x) * 16;
-                if (at < bytes) copy_async_16(here + at, from + at, policy);
-            }
-        }
-    }
-
-    BILLFISH_DEVICE void copy_x(bool two, int slices) const {
-        constexpr int kThreads = kMathThreads / kStageSlices;
-        const int sub = threadIdx.x / kThreads, thread = threadIdx.x % kThreads;
-        if (sub >= slices) return;
-        const u32 here = to + ring.x + (ring.bytes - ring.x) / kStageSlices / (two ? 1 : 2) * sub;
-        if (two)
-            gather_x<kTwoK, kThreads>(here, x, column, k, m, thread);
-        else
-            gather_x<kRecordK, kThreads>(here, x, column, k, m, thread);
-    }
 };
 
-// Waits for the oldest stage of a full ring.
-BILLFISH_DEVICE void wait_stage(int stages) {
+// Waits for this thread's copies of the oldest stage of a full ring, and for everybody: then nobody
+// still reads the stage before, into which the next copies go.
+BILLFISH_DEVICE void enter_stage(int stages) {
     if (stages == 2) wait_copies<0>();
     if (stages == 3) wait_copies<1>();
     if (stages == 4) wait_copies<2>();
+    __syncthreads();
 }
 
 template <class T, int kTokens>
@@ -128,42 +140,36 @@ using SpreadOutliers = Outliers<T, kTokens, kTileBands, true>;
 
 // What warps 8 and 9 do: as many __syncthreads as the others.
 template <class T, int kTokens>
-BILLFISH_DEVICE void add_lists(const MixedLayer& layer, const MixedRing& ring, u32 unit, u32 end,
-                               int bands, int m) {
+BILLFISH_DEVICE void add_outliers(StageWalk now, XCopier& copier, int stages, int bands) {
     using Lists = SpreadOutliers<T, kTokens>;
     constexpr int kBytes = Lists::kRegions * Lists::kRegionBytes;
-    const int warp = (threadIdx.x - kMathThreads) / 32, lane = threadIdx.x % 32;
-    const int k_tiles = layer.two + layer.four;
-    const u32 sums = ring.end + warp * kBytes;
+    const int warp = copier.sub, lane = copier.lane;
+    const u32 sums = now.ring.end + warp * kBytes;
     const float zeros[4] = {};
     for (int i = lane * 16; i < kBytes; i += 32 * 16) store_smem_16(sums + i, zeros);
-    u32 stage = ring.begin;
-    while (unit < end) {
-        const int tile = unit / k_tiles, first = unit - tile * k_tiles;
-        const int last = min(k_tiles, first + static_cast<int>(end - unit));
-        const int have = min(kTileBands, bands - tile * kTileBands);
-        // Places are known two stages ahead, entries one: both come from memory.
-        int ahead = first;
+    StageWalk ahead = now;
+    while (now.left > 0) {
+        const int tile = now.tile, have = min(kTileBands, bands - tile * kTileBands);
         const auto find = [&](Lists& lists) {
-            const int slices = slices_of(layer, ahead, last - ahead);
-            lists.find(have, ahead, 0, slices);
-            ahead += slices;
+            const bool there = ahead.in(tile);
+            lists.find(have, ahead.slice, 0, there ? ahead.slices() : 0);
+            if (there) ahead.next();
         };
-        Lists here(layer, tile * kTileBands, warp, lane), next = here, later = here;
+        // Places are known two stages ahead, entries one: both come from memory.
+        Lists here(now.layer, tile * kTileBands, warp, lane), next = here, later = here;
         find(here);
         find(next);
         here.fetch();
-        for (int slice = first; slice < last;) {
+        while (now.in(tile)) {
             next.fetch();
             find(later);
-            __syncthreads();
-            here.add(stage + ring.x, (slice < layer.two ? kTwoK : kRecordK) * 2, sums, m);
-            slice += slices_of(layer, slice, last - slice);
-            stage = ring.after(stage);
+            enter_stage(stages);
+            copier.next();
+            here.add(now.stage + now.ring.x, (now.two() ? kTwoK : kRecordK) * 2, sums, copier.m);
+            now.next();
             here.take(next), next.take(later);
         }
-        unit += last - first;
-        __syncthreads();  // sums are complete; they are zeros again at the next stage's
+        __syncthreads();  // sums are complete; they are zeros again when the next stage begins
     }
 }
 
@@ -184,13 +190,20 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
     const Stripes stripes((bands + kTileBands - 1) / kTileBands * k_tiles, gridDim.x);
     if (blockIdx.x >= stripes.count) return;
     const u32 stripe = stripes.count - 1 - blockIdx.x;
-    const u32 begin = stripes.begin(stripe), end = stripes.begin(stripe + 1);
-    if (threadIdx.x >= kMathThreads) {
-        add_lists<T, kTokens>(layer, ring, begin, end, bands, m);
-        return;
-    }
+    StageWalk now(layer, ring, stripes.begin(stripe), stripes.begin(stripe + 1));
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread >= kMathThreads) {
+        XCopier copier(now, columns, x, m, k, rows, warp - kMathThreads / 32, lane);
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copier.next();
+        add_outliers<T, kTokens>(now, copier, stages, bands);
+        return;
+    }
+    RecordCopier copier(now, bands);
+#pragma unroll 1
+    for (int i = 0; i < stages - 1; ++i) copier.next();
+
     const int sub = thread / kOwners, within = warp % 4, band = within / 2;
     const int record = band * kStageSlices + sub;
     const u32 x_at = ring.begin + ring.x;
@@ -201,29 +214,19 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
     const u32 marks =
         ring.begin + record * layer.four_bytes() + kFourScales + sets * kFourSetBytes;
 
-    MixedCopier copier(layer, ring, columns, x, begin, end, bands, m, k);
-#pragma unroll 1
-    for (int i = 0; i < stages - 1; ++i) copier.next();
-
-    u32 stage = ring.begin;
-    for (u32 at = begin; at < end;) {
-        const u32 tile = at / k_tiles, tile_end = (tile + 1) * k_tiles;
-        const int last = min(tile_end, end) - tile * k_tiles;
-        const int first_band = tile * kTileBands, have = min(kTileBands, bands - first_band);
+    while (now.left > 0) {
+        const int tile = now.tile, first_band = tile * kTileBands;
+        const int have = min(kTileBands, bands - first_band);
         const int unit = *layer.lists(first_band + min(band, have - 1));  // log2 of it
         const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
         float acc[2][kBlocks][4] = {};
-        u32 used = stage;
-        for (int slice = at - tile * k_tiles; slice < last;) {
-            const int slices = slices_of(layer, slice, last - slice);
-            // One barrier a stage: all threads' copies of this stage are visible, and nobody still
-            // reads the previous stage, which the next copies overwrite.
-            wait_stage(stages);
-            __syncthreads();
+        u32 used = now.stage;
+        for (; now.in(tile); now.next()) {
+            enter_stage(stages);
             copier.next();
-            const u32 by = stage - ring.begin;
-            const bool works = band < have && sub < slices;
-            if (works && slice < tiles_2) {
+            const bool works = band < have && sub < now.slices();
+            const u32 by = now.stage - ring.begin;
+            if (works && now.two()) {
                 multiply_two<T, kZero, kStep, kTokens>(
                     two, by, power<T>(unit + Scaled<T>::kPlus), acc, [](float) {});
             } else if (works) {
@@ -232,14 +235,12 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
                     power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
                 multiply_four<T, kTokens>(four, marks, by, lean, more, acc, [](float) {});
             }
-            slice += slices;
-            used = stage, stage = ring.after(stage);
+            used = now.stage;
         }
-        at = tile * k_tiles + last;
 
         const auto sync = [] { sync_some<1, kMathThreads>(); };
         __syncthreads();  // outliers' sums are complete
-        // Through the stage just used: nothing is copied into it before the next stage's barrier.
+        // Through the stage just used: nothing is copied into it before the next stage begins.
         add_odd_slices<kOwners>(acc, used, thread, sub, sync);
         if (sub == 0) {
             const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
@@ -257,8 +258,8 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
                 b = fmaf(b, real, __uint_as_float(more.y));
             }
         }
-        const Turn<kOwners, kBlocks> turn(stripes, stripe, tile_end, k_tiles, workspace, locks,
-                                          thread);
+        const Turn<kOwners, kBlocks> turn(stripes, stripe, (tile + 1) * k_tiles, k_tiles, workspace,
+                                          locks, thread);
         turn.add(acc, thread, sub, sync);
         if (!turn.last()) {
             turn.pass_on(acc, thread, sub, sync);
