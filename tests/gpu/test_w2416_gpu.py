@@ -1,5 +1,6 @@
 """w2416 on a GPU against the oracle: panels exact, products within their tolerance, the same bits
-in every run and beside any neighbour; graphs, joined layers, SwiGLU. Needs a Hopper GPU."""
+in every run and beside any neighbour; graphs, joined layers, SwiGLU. Needs a Hopper GPU, which runs
+CudaOp and Ampere's StripeOp alike."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from billfish.schemes.base import Reference
 from billfish.schemes.gated import apart
 from billfish.schemes.w2416 import W2416
 from billfish.schemes.w2416.cuda import batch, plan
-from billfish.schemes.w2416.cuda.op import CudaOp
+from billfish.schemes.w2416.cuda.op import CudaOp, StripeOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_here")]
 
@@ -20,6 +21,7 @@ DEVICE = torch.device("cuda", 0)
 FP16, BF16 = torch.float16, torch.bfloat16
 UNIT = {FP16: 2.0**-11, BF16: 2.0**-8}
 ROWS = (1, 2, 3, 5, 8, 9, 13, 16, 17, 33, 64, 65, 200)
+every_op = pytest.mark.parametrize("kind", [CudaOp, StripeOp], ids=["cuda", "stripe"])
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 
 # Bands end anywhere, one to sixteen parts, no 4-bit groups (k = 96), no outliers, many; one band a
@@ -66,11 +68,12 @@ def close(y, exact, dtype, share=1.5):  # the result's rounding, and three of 2-
     assert error < share * UNIT[dtype], float(error)
 
 
+@every_op
 @every_dtype
 @every_layer
-def test_products(scheme, n, k, dtype):
+def test_products(scheme, n, k, dtype, kind):
     tensors = make(scheme, n, k, dtype)
-    op = CudaOp(scheme, tensors)
+    op = kind(scheme, tensors)
     same(op.canonical(), tensors)
     weight, x = scheme.dequantize(tensors).double(), some_x(max(ROWS), k, dtype)
     bias = some_x(1, n, dtype)[0]
@@ -80,7 +83,7 @@ def test_products(scheme, n, k, dtype):
         assert y.shape == (m, n) and y.dtype == dtype
         close(y, exact[:m], dtype)
         worst = (y.double() - exact[:m]).abs().max()
-        assert worst <= CudaOp.tolerance(scheme, tensors, x[:m]) + UNIT[dtype] * exact.abs().max()
+        assert worst <= kind.tolerance(scheme, tensors, x[:m]) + UNIT[dtype] * exact.abs().max()
         close(op(x[:m], bias), exact[:m] + bias.double(), dtype)
         assert torch.equal(op(x[:m]), y)
     assert op(x[:0]).shape == (0, n)
@@ -101,7 +104,8 @@ def test_every_tile_of_many_tokens(cut, dtype):
                 continue
             first, second = (torch.full((m, n), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
             for out in (first, second):
-                made.many(m, how, False)(x[:m], packed.records, packed.columns, None, out)
+                run = made.batches.of(m, False, how)
+                run(x[:m], packed.records, packed.columns, None, out)
             close(first, exact[:m], dtype)
             assert torch.equal(first, second)
 
@@ -119,10 +123,11 @@ def test_panels_are_the_weights_rounded_once(scheme, n, k, dtype):
         assert torch.equal(made, scheme.dequantize(tensors)[64:].to(dtype))
 
 
+@every_op
 @every_dtype
 @every_layer
-def test_a_row_does_not_depend_on_its_batch(scheme, n, k, dtype):
-    op = CudaOp(scheme, make(scheme, n, k, dtype))
+def test_a_row_does_not_depend_on_its_batch(scheme, n, k, dtype, kind):
+    op = kind(scheme, make(scheme, n, k, dtype))
     x = some_x(16, k, dtype)
     many = op(x)
     for m in range(1, 17):
@@ -132,12 +137,13 @@ def test_a_row_does_not_depend_on_its_batch(scheme, n, k, dtype):
     assert torch.equal(op(poison)[0], many[0])
 
 
+@every_op
 @every_dtype
-def test_zeros_and_single_inputs(dtype):
+def test_zeros_and_single_inputs(dtype, kind):
     """A row of the identity fetches a column: as near as the weights are to their type."""
     scheme, n, k = W2416(3.3, 0.005), 576, 1536
     tensors = make(scheme, n, k, dtype)
-    op, weight = CudaOp(scheme, tensors), scheme.dequantize(tensors)
+    op, weight = kind(scheme, tensors), scheme.dequantize(tensors)
     assert not op(torch.zeros(9, k, dtype=dtype, device=DEVICE)).any()
     eye = torch.eye(k, dtype=dtype, device=DEVICE)
     columns = torch.cat([op(rows) for rows in eye.split(16)])
@@ -145,9 +151,10 @@ def test_zeros_and_single_inputs(dtype):
     assert off <= 4 * UNIT[dtype] * weight.abs().max()
 
 
+@every_op
 @every_dtype
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**6])
-def test_scales_of_other_sizes(size, dtype):
+def test_scales_of_other_sizes(size, dtype, kind):
     scheme, n, k = W2416(2.91), 576, 4096
     tensors = make(scheme, n, k, dtype)
     bits = tensors["scale_base"].int() & 0xFFFF
@@ -156,16 +163,17 @@ def test_scales_of_other_sizes(size, dtype):
     tensors["scale_base"] = ((bits ^ 0x8000) - 0x8000).to(torch.int16)
     for name in ("weight_scale_4", "outlier_value"):
         tensors[name] = tensors[name] * size
-    op, x = CudaOp(scheme, tensors), some_x(64, k, dtype)
+    op, x = kind(scheme, tensors), some_x(64, k, dtype)
     exact = scheme.reference(tensors, x)
     for m in (1, 16, 64):
         close(op(x[:m]), exact[:m], dtype)
 
 
+@every_op
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 100])
-def test_graphs_and_plain_launches(m):
+def test_graphs_and_plain_launches(m, kind):
     scheme, n, k = W2416(2.91), 6144, 4096
-    op, x = CudaOp(scheme, make(scheme, n, k, BF16)), some_x(m, k, BF16)
+    op, x = kind(scheme, make(scheme, n, k, BF16)), some_x(m, k, BF16)
     y = op(x)
     with plain_launches():
         assert torch.equal(op(x), y)
@@ -180,10 +188,11 @@ def test_graphs_and_plain_launches(m):
     assert torch.equal(compiled(x), y * 2)
 
 
-def test_a_chain_of_layers_reads_what_the_one_before_wrote():
+@every_op
+def test_a_chain_of_layers_reads_what_the_one_before_wrote(kind):
     """With PDL a kernel begins before its predecessor has ended."""
     scheme, k = W2416(2.91), 4096
-    ops = [CudaOp(scheme, make(scheme, k, k, BF16, seed)) for seed in range(4)]
+    ops = [kind(scheme, make(scheme, k, k, BF16, seed)) for seed in range(4)]
     x = some_x(3, k, BF16)
     with plain_launches():
         wanted = x
@@ -196,14 +205,29 @@ def test_a_chain_of_layers_reads_what_the_one_before_wrote():
         assert torch.equal(y, wanted)
 
 
+def test_streams_have_workspaces_of_their_own():
+    """Stripes that share a tile meet in a workspace: launches side by side must not."""
+    scheme, n, k = W2416(2.91), 1024, 4096
+    op, x = StripeOp(scheme, make(scheme, n, k, BF16)), some_x(16, k, BF16)
+    y, streams = op(x), [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    made = []
+    for i in range(80):
+        with torch.cuda.stream(streams[i % 4]):
+            made.append(op(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, y) for each in made)
+
+
+@every_op
 @every_dtype
-def test_joined(dtype):
+def test_joined(dtype, kind):
     scheme, k = W2416(2.91), 4096
     each = [make(scheme, n, k, dtype, n) for n in (4096, 1024, 1008)]
-    ops = [CudaOp(scheme, tensors) for tensors in each]
+    ops = [kind(scheme, tensors) for tensors in each]
     x = [some_x(m, k, dtype) for m in ROWS]
     before = [[op(rows) for op in ops] for rows in x]
-    whole = CudaOp.join(ops)
+    whole = kind.join(ops)
     for op, tensors in zip(ops, each, strict=True):
         same(op.canonical(), tensors)
     for rows, apart_before in zip(x, before, strict=True):

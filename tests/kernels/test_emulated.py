@@ -20,6 +20,7 @@ import billfish
 from billfish.kernels import tiles
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
+from billfish.kernels.stripes import Stripes
 from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cuda import arrange, stripe, tile
@@ -114,7 +115,7 @@ def product(
     else:
         tokens = min(each for each in stripe.BANDS if each >= m)
         bands, stages = stripe.BANDS[tokens], 0
-        blocks = stripe.Stripes(n, k_tiles, bands, sms).blocks
+        blocks = Stripes(n, k_tiles, bands, sms).blocks
         smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
@@ -255,6 +256,7 @@ MISTAKES = [
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
     ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
     ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
+    ("stripe: stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";"),
 ]
 
 
@@ -268,7 +270,9 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     assert count, "the text has changed: mend the pattern"
     broken = (path.name, broken)
     scheme = W4A16(4, 128)
-    size, m = ((200, 4096), 30) if kernel == "batch" else ((300, 5120), 3)  # the ring goes round
+    # the ring goes round; stripes of one tile end at the same time
+    size = {"batch": (200, 4096), "decode": (300, 5120), "stripe": (100, 5120)}[kernel]
+    m = 30 if kernel == "batch" else 3
     tensors, x, _ = layer(*size, scheme, FP16)
     wanted = x[:m].double() @ scheme.dequantize(tensors).double().T
     try:

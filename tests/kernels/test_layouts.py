@@ -155,7 +155,7 @@ def mixed_batch():
 
 
 def mixed_order():
-    yield "kOrderThreads", mixed_plan.ORDER_THREADS
+    yield "kOrderThreads", mixed_batches.ORDER_THREADS
 
 
 def read():

@@ -1,4 +1,4 @@
-"""w4a16_stripe without a GPU: its partition, a model of its reduction, and what compiles."""
+"""Striped partitions without a GPU: their arithmetic, a model of the reduction, what compiles."""
 
 import itertools
 from pathlib import Path
@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from billfish.kernels import jit
 from billfish.kernels.jit import Program
+from billfish.kernels.stripes import Part, Stripes
 from billfish.schemes.w4a16.cuda import stripe as source
-from billfish.schemes.w4a16.cuda.stripe import (
-    MOST_SMEM,
-    Part,
-    Stripes,
-    smem_bytes,
-    stage_bytes,
-    stages,
-)
+from billfish.schemes.w4a16.cuda.stripe import MOST_SMEM, smem_bytes, stage_bytes, stages
 
 CUH = Path(source.__file__).with_suffix(".cuh")
 CUTS = [*source.BANDS.items(), (8, 4), (16, 4)]  # tokens, bands
@@ -37,7 +31,7 @@ def record_bytes(group, zeros):
 # -- the partition
 
 
-def test_the_drawing_of_stripe_cuh():
+def test_the_drawing_of_stripes_cuh():
     how = Stripes(n=3 * 128, k_tiles=6, bands=2, sms=4)
     assert (how.tiles, how.units, how.blocks) == (3, 18, 4)
     assert [how.begin(i) for i in range(5)] == [0, 4, 9, 13, 18]

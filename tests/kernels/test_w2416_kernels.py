@@ -18,8 +18,8 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import Cut
 from billfish.schemes.gated import apart, order
 from billfish.schemes.w2416 import W2416
-from billfish.schemes.w2416.cuda import arrange, batch, plan, tile
-from billfish.schemes.w2416.cuda.instances import SIXTEENTHS, programs
+from billfish.schemes.w2416.cuda import arrange, batch, plan, stripe, tile
+from billfish.schemes.w2416.cuda.instances import SIXTEENTHS, programs, stripe_programs
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -29,7 +29,8 @@ TYPES = {FP16: "Half", BF16: "Bfloat"}
 THREADS = {
     "decode": tile.THREADS,
     "panel": plan.PANEL_THREADS,
-    "order": plan.ORDER_THREADS,
+    "order": batch.ORDER_THREADS,
+    "stripe": stripe.THREADS,
     "batch": tiles.THREADS,
 }
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
@@ -51,6 +52,20 @@ def test_kernels_compile_without_spills(dtype):
         alone = re.search(r"batch<.*, (128|256), \d>", program.name)
         assert 16 <= cubin.registers <= (168 if alone else 80), (program.name, cubin.registers)
     assert not programs(dtype, "sm_80") and not programs(torch.float32, "sm_90a")
+
+
+# sm_86 and sm_89 run the text of sm_80: one type each, and the instances that need most registers.
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("sm_80", FP16), ("sm_80", BF16), ("sm_86", FP16), ("sm_89", BF16)], ids=str
+)
+def test_stripes_compile_without_spills(arch, dtype):
+    wanted = stripe_programs(dtype, arch)
+    assert len(set(wanted)) == 3
+    for program in wanted if (arch, dtype) == ("sm_80", FP16) else wanted[1:]:
+        cubin = jit.compile(program, arch)
+        assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
+        assert 16 <= cubin.registers <= 200, (program.name, cubin.registers)  # ten warps
+    assert not stripe_programs(dtype, "sm_90a") and not stripe_programs(torch.float32, arch)
 
 
 # -- on the emulated GPU
@@ -122,6 +137,15 @@ def product_of_many(compiled, packed, x, bias, seed, cut, text=None, gated=False
     launch = (len(x), how.blocks, how.stages, how.smem, how.stage_bytes)
     made = run(program, packed, *launch, ordered, bias, seed, gated, how.whole)
     return made.view(len(x), -1)
+
+
+def striped(compiled, packed, x, bias, seed, text=None, sms=2, smem=99 * 1024):
+    gpu, shape, m = Gpu(0, "emulated", "sm_86", sms, smem, smem, 0), packed.shape, len(x)
+    names = (TYPES[x.dtype], *SIXTEENTHS, 8 if m <= 8 else 16)
+    program = compiled("stripe", ",".join(map(str, names)), text)
+    stages, room = stripe.stages(m, shape, gpu), stripe.smem_bytes(m, shape, gpu)
+    launch = (m, stripe.partition(shape, sms).blocks, stages, room, 0)
+    return run(program, packed, *launch, x, bias, seed).view(m, -1)
 
 
 def layer(scheme, n, k, dtype):
@@ -266,6 +290,48 @@ def test_gated_products(cut, compiled):
     assert error.norm() < (2 if cut else 1) * ONE_ROUNDING[BF16] * exact.norm()
 
 
+# n, k, scheme, dtype, SMs, tokens: tiles of 128 outputs, 2 to 17 slices, 1 to 4 stripes. No 4-bit
+# groups, no outliers, many; two parts, scales of two and of eight parts in a record; a tile of four
+# stripes; stripes of several tiles.
+STRIPES = [
+    (112, 576, W2416(2.473, 0.0), FP16, 4, (8, 1)),
+    (144, 1536, W2416(3.3, 0.005), BF16, 4, (16,)),
+    (208, 512, W2416(3.0, 0.0), FP16, 1, (3, 1)),
+    (16, 4096, W2416(2.6), FP16, 4, (16,)),
+    (272, 144, W2416(3.3, 0.01), BF16, 2, (16,)),
+    (528, 160, W2416(3.9, 0.02), FP16, 3, (8, 3)),
+    (80, 1024, W2416(3.9, 0.02), FP16, 4, (9, 2)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", STRIPES, ids=lambda case: f"{case[0]}x{case[1]}")
+def test_stripes(case, compiled):
+    """On sm_86, where the ring has 2 to 4 stages; a row is the same for every m."""
+    n, k, scheme, dtype, sms, tokens = case
+    tensors, x, bias = layer(scheme, n, k, dtype)
+    packed = arrange.pack(scheme, tensors)
+    wanted = scheme.reference(tensors, x) + bias.double()
+    first = striped(compiled, packed, x[: tokens[0]], bias, seed=1, sms=sms)
+    error = (first.double() - wanted[: tokens[0]]).norm() / wanted[: tokens[0]].norm()
+    assert error < ONE_ROUNDING[dtype], float(error)
+    # another order of everything, the ring of sm_80
+    for m, smem in [(tokens[0], 163 * 1024), *((m, 99 * 1024) for m in tokens[1:])]:
+        y = striped(compiled, packed, x[:m], bias, seed=2, sms=sms, smem=smem)
+        assert torch.equal(y, first[:m]), "a row depends on the others"
+
+
+@needs_compiler
+def test_any_number_of_stripes(compiled):
+    """Sums are added in another order, and end as near to the oracle's."""
+    scheme = W2416(2.91)
+    tensors, x, _ = layer(scheme, 240, 2048, FP16)
+    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:2])
+    for sms in (1, 3, 5):
+        y = striped(compiled, packed, x[:2], None, 2, sms=sms)
+        assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
+
+
 @needs_compiler
 @pytest.mark.parametrize(("n", "k", "dtype"), [(80, 576, FP16), (16, 2048, BF16)], ids=str)
 def test_panels_are_the_weights_rounded_once(n, k, dtype, compiled):
@@ -287,6 +353,8 @@ MISTAKES = [
     ),
     ("batch", r"if \(from >= held\.left\) break;", "break;"),
     ("batch", r"which == j \? more : 0", "0"),
+    ("stripe", r"wait_copies<\d>\(\);", ";"),
+    ("stripe", r"store_smem_8\(place, 0, 0\);", ";"),  # outliers of the tile before
 ]
 
 
@@ -296,17 +364,18 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     kernel, pattern, replacement = mistake
     broken, count = re.subn(pattern, replacement, (CUDA / f"{kernel}.cuh").read_text())
     assert count, "the text has changed: mend the pattern"
-    scheme = W2416(3.9, 0.02)
-    tensors, x, _ = layer(scheme, 112, 4096, FP16)  # the ring goes round
-    m = 2 if kernel == "decode" else 20
+    scheme, m = W2416(3.9, 0.02), 20 if kernel == "batch" else 2
+    size = (272, 1024) if kernel == "stripe" else (112, 4096)  # the ring goes round
+    tensors, x, _ = layer(scheme, *size, FP16)
     packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:m])
     for seed in range(4):
         try:
-            if kernel == "decode":
-                y = product(compiled, packed, x[:m], None, seed, broken)
-            else:
+            if kernel == "batch":
                 cut = Cut(32, 1, 2)
                 y = product_of_many(compiled, packed, x[:m], None, seed, cut, broken)
+            else:
+                call = product if kernel == "decode" else striped
+                y = call(compiled, packed, x[:m], None, seed, broken)
         except AssertionError:
             return  # the emulator stopped it
         if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):

@@ -1,4 +1,4 @@
-"""w2416's op for GPUs without one: what it refuses, joins and gates; how it would launch."""
+"""w2416's ops for GPUs without one: what they refuse, join and gate; how they would launch."""
 
 import dataclasses
 import re
@@ -14,10 +14,13 @@ from billfish.kernels.device import Gpu
 from billfish.schemes.base import Reference
 from billfish.schemes.gated import Part, apart
 from billfish.schemes.w2416 import FAMILY, W2416
-from billfish.schemes.w2416.cuda import plan, tile
-from billfish.schemes.w2416.cuda.op import CudaOp
+from billfish.schemes.w2416.cuda import batch, plan, stripe, tile
+from billfish.schemes.w2416.cuda.arrange import Shape
+from billfish.schemes.w2416.cuda.op import CudaOp, StripeOp
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
+A100 = Gpu(0, "NVIDIA A100", "sm_80", 108, 163 * 1024, 164 * 1024, 40 * 2**20)
+A10 = Gpu(0, "NVIDIA A10", "sm_86", 72, 99 * 1024, 100 * 1024, 6 * 2**20)
 SCHEME, CARD = W2416(2.91), torch.device("cuda")
 
 
@@ -48,18 +51,20 @@ def same(left, right):
 
 
 def test_refusals(monkeypatch):
-    assert FAMILY.ops[0] is CudaOp
+    assert FAMILY.ops[:2] == (CudaOp, StripeOp) and CudaOp.by_name and StripeOp.by_name
     assert "model.to('cuda')" in CudaOp.refuses(SCHEME, 64, 512, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "`billfish doctor`" in CudaOp.refuses(SCHEME, 64, 512, CARD)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for found in ((8, 6), (10, 0)):
+    for found in ((7, 5), (8, 6), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, f=found: f)
         reason = CudaOp.refuses(SCHEME, 64, 512, CARD)
         here = f"{found[0]}.{found[1]}"
-        assert "Hopper" in reason and here in reason and 'op="reference"' in reason
+        assert "Hopper" in reason and here in reason and 'op="stripe"' in reason
         assert reason.endswith(".") and "\n" not in reason
+        reason = StripeOp.refuses(SCHEME, 64, 512, CARD)
+        assert reason is None if found >= (8, 0) else "8.0" in reason and here in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert CudaOp.refuses(SCHEME, 64, 512, CARD) is None
 
@@ -79,13 +84,14 @@ def test_canonical_tensors_come_back(scheme, on_the_cpu):
     assert op.nbytes() >= op.packed.records.nbytes
 
 
-def test_join(on_the_cpu):
+@pytest.mark.parametrize("kind", [CudaOp, StripeOp])
+def test_join(kind, on_the_cpu):
     each = [layer(n) for n in (128, 64, 48)]
-    ops = [CudaOp(SCHEME, tensors) for tensors in each]
+    ops = [kind(SCHEME, tensors) for tensors in each]
     x = torch.randn(3, 576).bfloat16()
     before = [op(x) for op in ops]
-    whole = CudaOp.join(ops)
-    assert whole.n == 240 and torch.equal(whole(x), torch.cat(before, -1))
+    whole = kind.join(ops)
+    assert type(whole) is kind and whole.n == 240 and torch.equal(whole(x), torch.cat(before, -1))
     for op, tensors in zip(ops, each, strict=True):
         assert op.packed.records.untyped_storage().data_ptr() == whole.packed.records.data_ptr()
         same(op.canonical(), tensors)
@@ -110,6 +116,7 @@ def test_gate(n, on_the_cpu):
         assert torch.equal(part(x), y) and part.nbytes() == gated.whole.nbytes() // 2
     assert Part.gate(gated.parts).whole is gated.whole
     assert CudaOp.gate([CudaOp(SCHEME, layer(n)), CudaOp(SCHEME, layer(n + 16))]) is None
+    assert StripeOp.gate([StripeOp(SCHEME, tensors) for tensors in each]) is None
     (one,) = CudaOp.gate([CudaOp(SCHEME, layer(2 * n))]).parts  # gate and up in one layer
     same(one.canonical(), layer(2 * n))
 
@@ -123,6 +130,22 @@ def test_launches_fit_and_tokens_do_not_decide(n):
         if tiles[0].blocks > gpu.sms:  # both slots of an SM
             assert all(2 * (how.smem + 1024) <= gpu.smem_per_sm for how in tiles)
             assert (tiles[0].stages, tiles[7].stages, tiles[15].stages) in ((5, 4, 3), (4, 3, 2))
+
+
+@pytest.mark.parametrize("gpu", [A100, A10, H200], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("k", [128, 4096, 28672])
+def test_stripes_fit_and_leave_no_sm_idle(k, gpu):
+    for scheme in (*W2416.examples(), W2416(2.6)):  # eight sets of scales in a record
+        share = scheme.shares(k)
+        shape = Shape(4096, k, share.parts, share.two, share.four, torch.float16)
+        depth = [stripe.stages(m, shape, gpu) for m in range(1, 17)]
+        assert min(depth) >= 2 and max(depth) == 4 and depth == sorted(depth, reverse=True)
+        if gpu is not A10 or shape.sets < 7:  # a 4-bit record is then no larger than a 2-bit one
+            assert depth == ([4] * 4 + [3] * 4 + [2] * 8 if gpu is A10 else [4] * 16)
+        for m in range(1, 17):
+            assert stripe.smem_bytes(m, shape, gpu) <= gpu.smem_per_block
+        blocks = stripe.partition(shape, gpu.sms).blocks
+        assert blocks == (gpu.sms if k > 128 else 32)
 
 
 def test_wrong_activations_are_refused():
@@ -147,28 +170,29 @@ def parameters_of(kernel):
     return re.search(rf"w2416_{kernel}\(([^)]*)\)", text)[1].count(",") + 1
 
 
+class Loaded:
+    """A kernel whose launches are written down, not run."""
+
+    def __init__(self, name, launched):
+        self.name, self.launched = name, launched
+
+    def load(self, index):
+        return self
+
+    def launch(self, grid, threads, arguments, smem=0, cluster=1, pdl=False):
+        self.launched.append((self.name, grid, threads, arguments, smem, cluster, pdl))
+
+
 def test_launches_of_every_m(monkeypatch, on_the_cpu):
-    """Launches are written down, not run."""
     launched = []
-
-    class Loaded:
-        def __init__(self, name):
-            self.name = name
-
-        def load(self, index):
-            return self
-
-        def launch(self, grid, threads, arguments, smem=0, cluster=1, pdl=False):
-            launched.append((self.name, grid, threads, arguments, smem, cluster, pdl))
-
     sums, locks = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plan, "gpu", lambda index: H200)
-    monkeypatch.setattr(plan, "decode_kernel", lambda dtype, tokens, bands: Loaded(tokens))
-    monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel"))
-    monkeypatch.setattr(plan, "order_kernel", lambda: Loaded("order"))
-    monkeypatch.setattr(plan, "batch_kernel", lambda dtype, *instance: Loaded("batch"))
-    monkeypatch.setattr(plan.tensor_map, "of_rows", lambda *sizes: sizes[1:])
-    monkeypatch.setattr(plan.workspace, "of_stream", lambda *sizes: (sums, locks))
+    monkeypatch.setattr(plan, "decode_kernel", lambda dtype, m, bands: Loaded(m, launched))
+    monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel", launched))
+    monkeypatch.setattr(batch, "order_kernel", lambda: Loaded("order", launched))
+    monkeypatch.setattr(batch, "batch_kernel", lambda *instance: Loaded("batch", launched))
+    monkeypatch.setattr(batch.tensor_map, "of_rows", lambda *sizes: sizes[1:])
+    monkeypatch.setattr(batch.workspace, "of_stream", lambda *sizes: (sums, locks))
     packed = CudaOp(SCHEME, layer(6144)).packed
     crowded = dataclasses.replace(packed.shape, longest=20000)  # too many for shared memory
     many = ["order", "batch"]
@@ -199,3 +223,35 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
                     assert arguments[1][:2] == (m, inputs)
                 else:
                     assert grid == (packed.shape.tiles, 96) and smem == plan.PANEL_SMEM
+
+
+def test_stripes_of_every_m(monkeypatch, on_the_cpu):
+    launched, asked = [], []
+
+    def workspace(index, sums, locks):
+        asked.append((sums, locks))
+        return torch.empty(0), torch.empty(0)
+
+    monkeypatch.setattr(plan, "gpu", lambda index: A10)
+    monkeypatch.setattr(plan, "panel_kernel", lambda dtype: Loaded("panel", launched))
+    monkeypatch.setattr(stripe, "stripe_kernel", lambda dtype, m: Loaded(m, launched))
+    monkeypatch.setattr(stripe.workspace, "of_stream", workspace)
+    packed = StripeOp(SCHEME, layer(6144)).packed
+    how = plan.Plan(0, packed.shape, striped=True)
+    for m, names in ((1, [8]), (8, [8]), (9, [16]), (40, [16, 16, 8]), (65, ["panel"])):
+        launched.clear()
+        x, out = (torch.zeros(m, size, dtype=torch.bfloat16) for size in (576, 6144))
+        how.path(m, False)(x, packed.records, packed.columns, None, out)
+        assert [each[0] for each in launched] == names
+        for name, grid, threads, arguments, smem, cluster, pdl in launched:
+            if name == "panel":
+                continue
+            assert len(arguments) == parameters_of("stripe")
+            # 48 tiles of 4 slices: a stripe is not shorter than the ring
+            assert (grid, threads, cluster, pdl) == (48, stripe.THREADS, 1, False)
+            rows, *_, words, stages = arguments[7:]
+            assert words == packed.records.shape[1] and rows in (m, 16, 8)
+            each = stripe.stage_bytes(rows, packed.shape)
+            assert smem == stages * each + 128 * name * 4 <= A10.smem_per_block
+    # every stripe may leave a tile's sums behind
+    assert set(asked) == {(72 * 128 * 16, 72)}

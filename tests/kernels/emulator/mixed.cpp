@@ -1,6 +1,6 @@
-// w2416_decode, or w2416_panel, w2416_order, w2416_batch (PANEL, ORDER, BATCH), on the emulated GPU: SEED m
-// n k tiles_2 tiles_4 sets band_words grid stages smem stage gated list_words whole < records columns x bias
-// > out. KERNEL, THREADS, TOKENS and BANDS: the compiler's command line.
+// w2416_decode, or w2416_stripe, w2416_panel, w2416_order, w2416_batch (STRIPE, PANEL, ORDER, BATCH), on the
+// emulated GPU: SEED m n k tiles_2 tiles_4 sets band_words grid stages smem stage gated list_words whole <
+// records columns x bias > out. KERNEL, THREADS, TOKENS and BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
@@ -53,11 +53,19 @@ int main(int, char** arguments) {
     const int results = m * (gated ? n / 2 : n);
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(results + 64, 0xfffe);
+    std::vector<float> workspace(grid * 128 * 16, NAN);
+    std::vector<u32> locks(grid, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
+#ifdef STRIPE
+        KERNEL(records.data(), columns_at, (const u16*)x.data(), bias_at, out.data(), workspace.data(),
+               locks.data(), m, n, k, tiles_2, tiles_4, sets, band_words, stages);
+#else
         KERNEL(records.data(), columns_at, (const u16*)x.data(), bias_at, out.data(), m, n, k, tiles_2,
                tiles_4, sets, band_words, stages, stage_bytes, gated);
+#endif
     });
+    for (u32 lock : locks) demand(lock == 0, "a lock that is left");
 #endif
     for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
     fwrite(out.data(), 2, results, stdout);

@@ -34,6 +34,19 @@ BILLFISH_DEVICE u32 x_place(u32 token, u32 byte) {
     return token * kInputs * 2 + (byte ^ token % 8 * 16);
 }
 
+// kInputs of x for each of m tokens, gathered by kThreads threads, a chunk of 8 each at a time.
+// `column` is where the group of this thread's chunk begins in x, -1: zeros.
+template <int kInputs, int kThreads>
+BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, int thread) {
+    constexpr int kLanes = kInputs / 8, kAbreast = kThreads / kLanes;
+    const int chunk = thread % kLanes;
+    const u32 bytes = column < 0 ? 0 : 16;
+    const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8) + thread / kLanes * k;
+#pragma unroll 4
+    for (int token = thread / kLanes; token < m; token += kAbreast, from += kAbreast * k)
+        copy_async_16(to + x_place<kInputs>(token, chunk * 16), from, bytes);
+}
+
 // 2^e as a number of T, twice.
 template <class T>
 BILLFISH_DEVICE u32 power(int e);

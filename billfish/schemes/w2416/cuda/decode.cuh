@@ -42,22 +42,6 @@ struct MixedStage {
 // Shared memory: [barriers, 256 B][stages][sums]. tile.py counts the same.
 constexpr int kMixedBarrierBytes = 256;
 
-#if __CUDA_ARCH__ >= 900
-
-// kInputs of x for each of m tokens, a chunk of 8 a lane; `column` is the lane's own, -1: zeros.
-template <int kInputs>
-BILLFISH_DEVICE void gather_x(u32 to, const u16* x, int column, int k, int m, int lane) {
-    constexpr int kLanes = kInputs / 8, kAbreast = 32 / kLanes;
-    const int chunk = lane % kLanes;
-    const u32 bytes = column < 0 ? 0 : 16;
-    const u16* from = x + (column < 0 ? 0 : column + chunk % 2 * 8) + lane / kLanes * k;
-#pragma unroll 4
-    for (int token = lane / kLanes; token < m; token += kAbreast, from += kAbreast * k)
-        copy_async_16(to + x_place<kInputs>(token, chunk * 16), from, bytes);
-}
-
-#endif
-
 // `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others
 // their ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh.
 template <class T, int kZero, int kStep, int kTokens, int kBands>
@@ -156,9 +140,9 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                         for (int sub = 0; sub < kSlices; ++sub) {
                             const u32 here = to + sub * rows * groups * 32;
                             if (kind)
-                                gather_x<kRecordK>(here, x, column[sub], k, m, lane);
+                                gather_x<kRecordK, 32>(here, x, column[sub], k, m, lane);
                             else
-                                gather_x<kTwoK>(here, x, column[sub], k, m, lane);
+                                gather_x<kTwoK, 32>(here, x, column[sub], k, m, lane);
                         }
                         barrier_arrive_after_copies(full + 8 * slot.index);
                         slot.advance(stages);

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from billfish.kernels import tiles
+from billfish.kernels.device import HOPPER, capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
 from billfish.schemes.w2416.scheme import ZERO, ZERO_STEP
@@ -20,6 +21,11 @@ assert SIXTEENTHS == (ZERO * 16, ZERO_STEP * 16)
 @functools.cache
 def decode_kernel(dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
     return _kernel("decode", dtype, tokens, bands)
+
+
+@functools.cache
+def stripe_kernel(dtype: torch.dtype, tokens: int) -> Kernel:
+    return _kernel("stripe", dtype, tokens)
 
 
 @functools.cache
@@ -49,3 +55,10 @@ def programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
     kernels = [decode_kernel(dtype, tokens, bands) for tokens in (8, 16) for bands in (1, 2, 4)]
     kernels += [batch_kernel(dtype, *instance) for instance in tiles.STAGE_US]
     return tuple(kernel.program for kernel in (*kernels, order_kernel(), panel_kernel(dtype)))
+
+
+def stripe_programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+    if dtype not in TYPES or capability(arch) >= HOPPER:
+        return ()
+    kernels = [stripe_kernel(dtype, tokens) for tokens in (8, 16)]
+    return tuple(kernel.program for kernel in (*kernels, panel_kernel(dtype)))

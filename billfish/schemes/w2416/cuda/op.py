@@ -1,4 +1,4 @@
-"""w2416's op on an NVIDIA GPU: weights in records, Billfish's kernels, PyTorch's current stream.
+"""w2416's ops on an NVIDIA GPU: weights in records, Billfish's kernels, PyTorch's current stream.
 
 plan.py launches. Kernels are compiled when a layer is loaded, never during a CUDA graph capture.
 """
@@ -18,10 +18,12 @@ from billfish.kernels.jit import Program
 from billfish.schemes.base import Op, Tensors, watched
 from billfish.schemes.gated import Gated, order
 from billfish.schemes.w2416.cuda import arrange
-from billfish.schemes.w2416.cuda.instances import programs
+from billfish.schemes.w2416.cuda.instances import programs, stripe_programs
 from billfish.schemes.w2416.cuda.plan import RUN, linear, operator, plan
 from billfish.schemes.w2416.scheme import W2416
 from billfish.schemes.w2416.shares import BAND
+
+AMPERE = (8, 0)  # compute capability
 
 
 class CudaOp(Op):
@@ -30,6 +32,7 @@ class CudaOp(Op):
     name: ClassVar[str] = "cuda"
     by_name: ClassVar[bool] = True  # it was compiled and emulated, and has not run on a GPU yet
     run: ClassVar[int] = RUN
+    striped: ClassVar[bool] = False
 
     @classmethod
     def refuses(cls, scheme: W2416, n: int, k: int, device: torch.device) -> str | None:
@@ -37,18 +40,24 @@ class CudaOp(Op):
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
         if not torch.cuda.is_available():
             return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        found = torch.cuda.get_device_capability(index_of(device))
-        if found != HOPPER:
-            here = ".".join(map(str, found))
-            return (
-                f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. On it "
-                'op="reference" runs w2416, slowly, and w4a16 models run fast.'
-            )
+        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
+        if reason is not None:
+            return reason
         try:
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
         return None
+
+    @classmethod
+    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
+        if found == HOPPER:
+            return None
+        here = ".".join(map(str, found))
+        return (
+            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
+            'op="stripe" runs w2416; op="reference" does anywhere, slowly.'
+        )
 
     @classmethod
     def programs(cls, scheme: W2416, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
@@ -70,13 +79,13 @@ class CudaOp(Op):
     def _prepare(self) -> None:
         # With PDL a kernel fetches weights before earlier kernels end, so packing must be complete.
         torch.cuda.current_stream(self.device).synchronize()
-        plan(index_of(self.device), self.packed.shape)
+        plan(index_of(self.device), self.packed.shape, self.striped)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         call, packed, shape = operator if watched(x) else linear, self.packed, self.packed.shape
         half = shape.dtype == torch.float16
         sizes = (shape.n, shape.parts, shape.two, shape.four, shape.longest, half)
-        y: Tensor = call(x, packed.records, packed.columns, bias, *sizes, gated)
+        y: Tensor = call(x, packed.records, packed.columns, bias, *sizes, gated, self.striped)
         return y
 
     @property
@@ -121,6 +130,28 @@ class CudaOp(Op):
         both["input_bits"] = tensors[0]["input_bits"]
         rows = order(sum(sizes), RUN)[::BAND].to(ops[0].device)
         return Gated.of(cls(ops[0].scheme, _bands(both, rows // BAND)), sizes)
+
+
+class StripeOp(CudaOp):
+    """MARLIN's striped partition, for GPUs from Ampere on."""
+
+    name: ClassVar[str] = "stripe"
+    striped: ClassVar[bool] = True
+
+    @classmethod
+    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
+        if found >= AMPERE:
+            return None
+        here = ".".join(map(str, found))
+        return f"it needs compute capability 8.0; this GPU has {here}."
+
+    @classmethod
+    def programs(cls, scheme: W2416, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+        return stripe_programs(dtype, arch)
+
+    @classmethod
+    def gate(cls, ops: Sequence[Self]) -> Gated | None:
+        return None
 
 
 def _bands(tensors: Tensors, which: Tensor) -> dict[str, Tensor]:

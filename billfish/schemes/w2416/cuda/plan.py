@@ -1,9 +1,9 @@
 """Chooses what runs m tokens of one w2416 layer on one GPU.
 
-Up to 16 tokens take one memory-bound launch of w2416_decode. More run on w2416_batch, Hopper's
-wgmma kernel, after x was brought into the order of the records. Where a layer's lists of outliers
-are too long for that, weights are decoded panel by panel for PyTorch's matrix product. All of it is
-one torch operator, for torch.compile and CUDA graphs.
+Up to 16 tokens take one memory-bound launch (w2416_decode on Hopper, w2416_stripe from sm_80 on).
+More run on w2416_batch, Hopper's wgmma kernel; before Hopper, up to 64 take a launch for every 16.
+Beyond, or where lists of outliers are too long for w2416_batch, weights are decoded panel by panel
+for PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -14,25 +14,19 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from billfish.errors import UserError
-from billfish.kernels import tensor_map, tiles, workspace
 from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.gated import apart
-from billfish.schemes.w2416.cuda import batch, tile
-from billfish.schemes.w2416.cuda.arrange import TWO_K, N, Shape
-from billfish.schemes.w2416.cuda.instances import (
-    TYPES,
-    batch_kernel,
-    decode_kernel,
-    order_kernel,
-    panel_kernel,
-)
+from billfish.schemes.w2416.cuda import batch, stripe, tile
+from billfish.schemes.w2416.cuda.arrange import N, Shape
+from billfish.schemes.w2416.cuda.instances import TYPES, decode_kernel, panel_kernel
 
 RUN = 16  # gates, then ups: a band of 16 outputs shares second-order scales
 PANEL_THREADS, PANEL_SMEM = 256, 64 * 258 * 4  # panel.cuh
-ORDER_THREADS = 256  # order.cuh
-MOST_ROWS = 256  # of CTAs of w2416_order; each takes several tokens
+# Each slice reads the weights again; decoded weights are written and read in 16 bits, 11 times as
+# many bytes as packed ones read once.
+MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
 # x, records, columns, bias, out
@@ -42,16 +36,15 @@ Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
 class Plan:
     """Everything about one layer's launches on one device that is the same in every call."""
 
-    def __init__(self, index: int, shape: Shape) -> None:
+    def __init__(self, index: int, shape: Shape, striped: bool = False) -> None:
         self.shape = shape
         self.panel = panel_kernel(shape.dtype).load(index)
         self.gpu, self.few = gpu(index), dict[int, Loaded]()
-        for m in (8, MOST_TOKENS):
+        self.stripes = stripe.Launcher(self.gpu, shape) if striped else None
+        for m in () if striped else (8, MOST_TOKENS):
             how = tile.pick_tile(m, shape.n, self.gpu)
             self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
-        self.order, self.batches = order_kernel().load(index), dict[tuple[int, int], Loaded]()
-        for instance in tiles.STAGE_US:
-            self.batches[instance] = batch_kernel(shape.dtype, *instance).load(index)
+        self.batches = None if striped else batch.Launcher(self.gpu, shape)
         self.paths: dict[tuple[int, bool], Path] = {}
 
     def _decode(self, m: int, gated: bool) -> Callable[..., None]:
@@ -111,14 +104,19 @@ class Plan:
     def _path(self, m: int, gated: bool) -> Path:
         if m <= MOST_TOKENS:
             return self._one(m, gated)
-        how = batch.pick(m, self.shape, self.gpu)
-        if how is not None:
-            return self.many(m, how, gated)
+        many = self.batches.of(m, gated) if self.batches else None
+        if many is not None:
+            return self._aligned(many)
+        if self.stripes and m <= MOST_TOKENS * MOST_SLICES:
+            return self._slices(m)
         return self._gated_panels if gated else self._panels
 
     def _one(self, m: int, gated: bool) -> Path:
-        kernel = self._decode(m, gated)
+        assert not gated or self.stripes is None
+        return self._aligned(self.stripes.of(m) if self.stripes else self._decode(m, gated))
 
+    @staticmethod
+    def _aligned(kernel: Path) -> Path:
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
@@ -130,45 +128,16 @@ class Plan:
 
         return run
 
-    def many(self, m: int, how: tiles.Launch, gated: bool) -> Path:
-        """w2416_order, then w2416_batch."""
-        shape, cut, index = self.shape, how.cut, self.gpu.index
-        order, kernel = self.order, self.batches[cut.tokens, cut.bands]
-        inputs, two = batch.inputs(shape), shape.tiles_2 * (TWO_K // 64)
-        grid = (-(-inputs // (8 * ORDER_THREADS)), min(m, MOST_ROWS))
-        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.tiles_2, shape.tiles_4, shape.sets)
+    def _slices(self, m: int) -> Path:
+        sizes = [min(MOST_TOKENS, m - start) for start in range(0, m, MOST_TOKENS)]
+        calls = [self._one(rows, False) for rows in sizes]
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
-            if not x.is_contiguous():
-                x = x.contiguous()
-            if x.data_ptr() % 16:
-                x = x.clone()
-            ordered = x.new_empty(m, inputs)
-            given = (x.data_ptr(), columns.data_ptr(), ordered.data_ptr(), m, shape.k, inputs, two)
-            order.launch(grid, ORDER_THREADS, given, pdl=True)
-            sums = locks = 0
-            if how.sums:
-                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
-                sums, locks = left[0].data_ptr(), left[1].data_ptr()
-            arguments = (
-                records.data_ptr(),
-                tensor_map.of_rows(ordered.data_ptr(), m, inputs, cut.tokens),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                sums,
-                locks,
-                *sizes,
-                records.shape[1],
-                batch.list_words(shape),
-                how.whole,
-                how.stages,
-                how.stage_bytes,
-                how.early,
-                gated,
-            )
-            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
+            xs, outs = torch.split(x.reshape(m, -1), sizes), torch.split(out.view(m, -1), sizes)
+            for call, some, made in zip(calls, xs, outs, strict=True):
+                call(some, records, columns, bias, made)
 
         return run
 
@@ -195,8 +164,8 @@ class Plan:
 
 
 @cache
-def plan(index: int, shape: Shape) -> Plan:
-    return Plan(index, shape)
+def plan(index: int, shape: Shape, striped: bool = False) -> Plan:
+    return Plan(index, shape, striped)
 
 
 def linear(
@@ -211,9 +180,11 @@ def linear(
     longest: int,
     half: bool,
     gated: bool = False,
+    striped: bool = False,
 ) -> Tensor:
     """x (..., k) -> (..., n) in x's dtype. `half`: scales are fp16, and not bf16; x must be the
-    same. `gated`: (..., n / 2), silu(gate) * up of rows interleaved by RUN, without bias."""
+    same. `gated`: (..., n / 2), silu(gate) * up of rows interleaved by RUN, without bias.
+    `striped`: by w2416_stripe, which has no gate."""
     dtype = torch.float16 if half else torch.bfloat16
     if x.dtype not in TYPES:
         raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
@@ -232,7 +203,7 @@ def linear(
     if m:
         if bias is not None:
             bias = bias.to(x.device, dtype).contiguous()
-        plan(x.get_device(), shape).path(m, gated)(x, records, columns, bias, out)
+        plan(x.get_device(), shape, striped).path(m, gated)(x, records, columns, bias, out)
     return out
 
 
@@ -240,7 +211,7 @@ def linear(
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w2416_linear(Tensor x, Tensor records, Tensor columns, Tensor? bias, int n, int parts, "
-    "int two, int four, int longest, bool half, bool gated=False) -> Tensor"
+    "int two, int four, int longest, bool half, bool gated=False, bool striped=False) -> Tensor"
 )
 _library.impl("w2416_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 operator = torch.ops.billfish.w2416_linear.default
@@ -259,5 +230,6 @@ def _fake(
     longest: int,
     half: bool,
     gated: bool = False,
+    striped: bool = False,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n // 2 if gated else n)

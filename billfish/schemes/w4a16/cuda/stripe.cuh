@@ -1,17 +1,14 @@
 // w4a16_stripe: y (m, n) = x (m, k) W^T for m <= 64 in one launch, sm_80 to sm_89.
 //
 // MARLIN 3.4: a ring of cp.async stages, warps that split the inputs where a tile is narrow, and
-// stripes of equal length over tiles of outputs with a split-K reduction through global memory. It
-// differs from MARLIN in two points: partial sums are fp32 in a workspace (there fp16, in the
-// output), and the next tile's copies go on during the reduction.
-//
-// Beside the operands, for gridDim.x blocks: workspace, fp32 [blocks][kBands * 64 * kTokens], and
-// locks, u32 [blocks], zero before and after every launch. Launches that may run side by side must
-// not share them. No programmatic dependent launch: the kernel never waits for the one before.
-// stripe.py has the same arithmetic.
+// stripes of equal length over tiles of outputs with a split-K reduction through global memory
+// (stripes.cuh). It differs from MARLIN in two points: partial sums are fp32 in a workspace (there
+// fp16, in the output), and the next tile's copies go on during the reduction. No programmatic
+// dependent launch: the kernel never waits for the one before. stripe.py has the same arithmetic.
 #pragma once
 
 #include "billfish/record.cuh"
+#include "billfish/stripes.cuh"
 
 namespace billfish {
 
@@ -34,38 +31,6 @@ struct StripeStage {
     static_assert(kStages >= 2, "one to copy, one to use");
     static_assert(kStages * kBytes <= kMostSmem, "fits on sm_86");
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
-};
-
-// MARLIN 3.4's striped partitioning. A unit is one slice (128 inputs) of one tile (kBands bands of
-// 64 outputs). Units are numbered down one tile after the other, and every stripe, one block's
-// work, has the same number of them give or take one: no SM is idle, and a tile is split only where
-// one stripe ends and the next begins.
-//
-//     slice    tile 0   tile 1   tile 2      4 stripes of 18 units: [0, 4) [4, 9) [9, 13) [13, 18)
-//       0        0        1        2
-//       1        0        1        3         Stripe 1 does the end of tile 0 first and the
-//       2        0        1        3         beginning of tile 1 last. Hence sums go bottom up:
-//       3        0        2        3
-//       4        1        2        3             tile 0 = stripe 1's part + stripe 0's part
-//       5        1        2        3             tile 1 = stripe 2's part + stripe 1's part
-//
-// Top down, stripe 2 would begin by waiting for the end of stripe 1's work, stripe 3 for that of
-// stripe 2, and the GPU would work one stripe at a time. Bottom up a stripe waits only after its
-// last unit, and only for stripes of higher number, which do their part of the tile first (one in
-// the middle of a tile has no other part). So there is no cycle. Blocks take stripes from the last
-// to the first: a block waits for blocks of lower index, which start before it, also where the grid
-// is larger than what fits on the GPU.
-//
-// The order of a tile's sums follows from (n, k, number of blocks) alone: the same bits in every
-// run, for every m and batch. A stripe is the first of at most one split tile, whose sums and lock
-// have that stripe's index, so that one workspace serves layers of any size.
-//
-// Products stay below 2^32: 10^6 units (the largest vocabularies) x 10^2 blocks.
-struct Stripes {
-    u32 units, count;
-    BILLFISH_DEVICE Stripes(u32 units, u32 blocks) : units(units), count(min(units, blocks)) {}
-    BILLFISH_DEVICE u32 begin(u32 stripe) const { return units * stripe / count; }
-    BILLFISH_DEVICE u32 owner(u32 unit) const { return ((unit + 1) * count - 1) / units; }
 };
 
 // Copies stage after stage, 16 bytes a thread and instruction, across the ends of tiles.
@@ -168,7 +133,6 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
     using Stage = StripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kBlocks = kTokens / 8;
     constexpr int kOwners = kBands * 2 * 32;  // threads that hold a tile's final sums
-    constexpr int kQuads = 2 * kBlocks;       // of sums that a thread holds
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 ring = smem_address(smem);
@@ -216,78 +180,26 @@ w4a16_stripe(const unsigned char* __restrict__ records, const u16* __restrict__ 
         }
         unit += span;
 
-        // Adds the odd slices' sums to the even ones' through the stage just used, into which
-        // nothing is copied before the next stage's barrier.
+        // Through the stage just used: nothing is copied into it before the next stage's barrier.
+        const auto sync = [] { __syncthreads(); };
         if constexpr (Stage::kSlices == 2) {
-            static_assert(kOwners * kQuads * 16 <= Stage::kBytes, "sums fit in a stage");
+            static_assert(kOwners * 2 * kBlocks * 16 <= Stage::kBytes, "sums fit in a stage");
             __syncthreads();
-#pragma unroll
-            for (int i = 0; i < kQuads; ++i) {
-                if (sub == 1)
-                    store_smem_16(used + (i * kOwners + thread - kOwners) * 16,
-                                  acc[i / kBlocks][i % kBlocks]);
-            }
-            __syncthreads();
-#pragma unroll
-            for (int i = 0; i < kQuads; ++i) {
-                float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
-                if (sub == 1) continue;
-                const uint4 odd = load_smem_16(used + (i * kOwners + thread) * 16);
-                sum[0] += __uint_as_float(odd.x), sum[1] += __uint_as_float(odd.y);
-                sum[2] += __uint_as_float(odd.z), sum[3] += __uint_as_float(odd.w);
-            }
+            add_odd_slices<kOwners>(acc, used, thread, sub, sync);
         }
-
-        // Bottom up: the lock counts the stripes that have added their part, the last one first.
-        // Release and acquire by one thread, with a __syncthreads on their inner side, order the
-        // sums of all threads (both are cumulative). A thread adds the sums of the same thread.
-        const u32 first = stripes.owner(tile_end - k_tiles);
-        const u32 turn = stripes.owner(tile_end - 1) - stripe;
-        float4* sums = reinterpret_cast<float4*>(workspace) + first * (kQuads * kOwners) + thread;
-        if (turn > 0) {
-            if (thread == 0) {
-                while (load_acquire(locks + first) != turn) {}
-            }
-            __syncthreads();
-#pragma unroll
-            for (int i = 0; i < kQuads; ++i) {
-                float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
-                if (sub > 0) continue;
-                const float4 below = sums[i * kOwners];
-                sum[0] += below.x, sum[1] += below.y, sum[2] += below.z, sum[3] += below.w;
-            }
-        }
-        if (stripe != first) {
-#pragma unroll
-            for (int i = 0; i < kQuads; ++i) {
-                const float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
-                if (sub == 0) sums[i * kOwners] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            }
-            __syncthreads();
-            if (thread == 0) store_release(locks + first, turn + 1);
+        const Turn<kOwners, kBlocks> turn(stripes, stripe, tile_end, k_tiles, workspace, locks,
+                                          thread);
+        turn.add(acc, thread, sub, sync);
+        if (!turn.last()) {
+            turn.pass_on(acc, thread, sub, sync);
             continue;
         }
-        if (turn > 0 && thread == 0) locks[first] = 0;  // for the next launch
-
-        // A warp stores runs of 16 bytes. Longer ones through shared memory would cost a barrier;
-        // an output has 32 bytes beside 2 KB of weights where k is 4096.
+        turn.end(thread);
         if (sub > 0) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int brick = i / 2, lower = i % 2;
-            const int row =
-                (tile * kBands * 2 + warp) * 32 + brick * 16 + lower * 8 + lane / 4;
-            if (row >= n) continue;
-            const float add = bias == nullptr ? 0.0f : T::to_float(bias[row]);
-#pragma unroll
-            for (int j = 0; j < 2 * kBlocks; ++j) {
-                const int token = j / 2 * 8 + lane % 4 * 2 + j % 2;
-                float sum = acc[brick][j / 2][lower * 2 + j % 2];
-                if (kTokens <= 16) sum = finish<T>(sum, lower);
-                sum += add;
-                if (token < m) out[static_cast<u64>(token) * n + row] = T::from_float(sum);
-            }
-        }
+        store_tile<T>(acc, bias, out, (tile * kBands * 2 + warp) * 32, lane, m, n,
+                      [](float sum, bool lower) {
+                          return kTokens <= 16 ? finish<T>(sum, lower) : sum;
+                      });
     }
 }
 
