@@ -45,8 +45,8 @@ def test_kernels_compile_without_spills(dtype):
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
     for program, cubin in zip(wanted, made, strict=True):
-        # numbers of a tile in two instances of w2416_batch, outside its loops over k
-        most = 96 if re.search(r"batch<.*, (64, 1|128, 2)>", program.name) else 0
+        # numbers of a tile, or of a pass, outside the loops over k
+        most = 96 if "_batch<" in program.name else 8
         assert cubin.spill_bytes <= most, (program.name, cubin.spill_bytes)
         # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more
         alone = re.search(r"batch<.*, (128|256), \d>", program.name)

@@ -33,8 +33,8 @@ constexpr int kListWarps = 2;
 
 // The lists of one stage that a list warp adds: of two of its four records. Each warp has sums of
 // its own, of 64 outputs or twice 64: two warps never add to the same, and one adds in a fixed
-// order. kSpread: add_tokens instead of add_one.
-template <class T, int kTokens, int kBands, bool kSpread = false>
+// order.
+template <class T, int kTokens, int kBands>
 struct Outliers {
     static constexpr int kSlices = 4 / kBands, kMine = 4 / kListWarps;
     static constexpr int kRegions = kBands == 4 ? kMine : 1;  // of 64 outputs
@@ -93,12 +93,8 @@ struct Outliers {
                 for (u32 first = 0, last; first < count; first = last) {
                     again &= first ? again - 1 : again;  // without the one at `first`
                     last = again ? 31 - __clz(again & 0 - again) : count;
-                    if (lane >= first && lane < last) {
-                        if constexpr (kSpread)
-                            add_tokens(one, from, x_line, to, m);
-                        else
-                            seen += add_one(one, from, x_line, to, m);
-                    }
+                    if (lane >= first && lane < last)
+                        seen += add_one(one, from, x_line, to, m);
                     __syncwarp();  // the rows from `last` on may be the same
                 }
                 one = next;
@@ -108,49 +104,40 @@ struct Outliers {
     }
 
     // `x` is token 0's line. The second token of a pair may not be there: what is read instead
-    // changes only sums that nobody stores.
+    // changes only sums that nobody stores. Eight tokens are loaded before one is stored: they do not
+    // wait for each other. And rows do not meet in two banks: 16 sums are 64 bytes, so pairs of a row
+    // change places (spread).
     static BILLFISH_DEVICE float add_one(u32 one, u32 x, int x_line, u32 to, int m) {
         const float value = T::to_float(one >> 16);
-        const u32 place = (one & 255) * 2;
+        const u32 place = (one & 255) * 2, moved = spread(one >> 8 & 63);
         float seen = 0;
 #pragma unroll
-        for (int token = 0; token < kTokens; token += 2) {
-            if (token >= m) break;
-            const u32 from = x + token * x_line + (place ^ token % 8 * 16);
-            const float a = T::to_float(load_smem_2(from));
-            const float b = T::to_float(load_smem_2((from + x_line) ^ 16));
-            const uint2 old = load_smem_8(to + token * 4);
-            store_smem_8(to + token * 4, fmaf(value, a, __uint_as_float(old.x)),
-                         fmaf(value, b, __uint_as_float(old.y)));
-            seen += a + b;
+        for (int first = 0; first < kTokens; first += 8) {
+            float a[4], b[4];
+            uint2 old[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (first + 2 * i >= m) break;
+                const u32 from = x + (first + 2 * i) * x_line + (place ^ 32 * i);
+                a[i] = T::to_float(load_smem_2(from));
+                b[i] = T::to_float(load_smem_2((from + x_line) ^ 16));
+                old[i] = load_smem_8(to + (first * 4 + i * 8 ^ moved));
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (first + 2 * i >= m) break;
+                store_smem_8(to + (first * 4 + i * 8 ^ moved),
+                             fmaf(value, a[i], __uint_as_float(old[i].x)),
+                             fmaf(value, b[i], __uint_as_float(old[i].y)));
+                seen += a[i] + b[i];
+            }
         }
         return seen;
     }
-
-    // The same, but tokens do not wait for each other: all are loaded before one is stored. And
-    // rows do not meet in two banks: 16 sums are 64 bytes, so pairs of a row change places.
-    static BILLFISH_DEVICE void add_tokens(u32 one, u32 x, int x_line, u32 to, int m) {
-        constexpr int kPairs = kTokens / 2;
-        const float value = T::to_float(one >> 16);
-        const u32 place = (one & 255) * 2, moved = spread(one >> 8 & 63);
-        float a[kPairs], b[kPairs];
-        uint2 old[kPairs];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            if (2 * i >= m) break;
-            const u32 from = x + 2 * i * x_line + (place ^ 2 * i % 8 * 16);
-            a[i] = T::to_float(load_smem_2(from));
-            b[i] = T::to_float(load_smem_2((from + x_line) ^ 16));
-            old[i] = load_smem_8(to + (i * 8 ^ moved));
-        }
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            if (2 * i >= m) break;
-            store_smem_8(to + (i * 8 ^ moved), fmaf(value, a[i], __uint_as_float(old[i].x)),
-                         fmaf(value, b[i], __uint_as_float(old[i].y)));
-        }
+    // Where a row's sums of tokens 2 pair and 2 pair + 1 are.
+    static BILLFISH_DEVICE u32 place(u32 row, u32 pair) {
+        return row * kTokens * 4 + (pair * 8 ^ spread(row));
     }
-    // What the places of a row's pairs of sums, 8 bytes each, are XORed with.
     static BILLFISH_DEVICE u32 spread(u32 row) {
         constexpr u32 kPairs = kTokens / 2, kRows = 16 / kPairs;  // of 128 bytes, all banks
         return row / kRows % kPairs * 8;

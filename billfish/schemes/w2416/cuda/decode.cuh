@@ -54,6 +54,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     using Stage = MixedStage<kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
     using Me = Worker<kBands * 2, kFirstMixedWarp>;
+    using Lists = Outliers<T, kTokens, kBands>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
     constexpr u32 kStop = 1, kGo = 2;  // named barriers of the warps that read a stage
 
@@ -156,7 +157,6 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
 
     Slot slot;
     if (warp < kFirstMixedWarp) {
-        using Lists = Outliers<T, kTokens, kBands>;
         const PairedShare two(n, tiles_2), four(n, tiles_4);
         const int passes = two.passes(kBands), own = warp - kFirstListWarp;
         const int few = (two.span + kSlices - 1) / kSlices;  // stages of 2 bits
@@ -275,8 +275,8 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 uint2 more = {0, 0};  // of one band: both list warps have sums for all its rows
                 const int row = (kBands == 1 ? me.sub * kRecordN : 0) + me.within * 32 + i * 8;
                 if (me.sub < (kBands == 1 ? kListWarps : 1) && me.band < have)
-                    more = load_smem_8(sums + ((row + me.lane / 4) * kTokens + block * 8 +
-                                               me.lane % 4 * 2) * 4);
+                    more = load_smem_8(sums + Lists::place(row + thread_index() % 32 / 4,
+                                                           block * 4 + thread_index() % 4));
                 float &a = sum[i % 2 * 2], &b = sum[i % 2 * 2 + 1];
                 a = fmaf(a, real, __uint_as_float(more.x));
                 b = fmaf(b, real, __uint_as_float(more.y));

@@ -136,12 +136,12 @@ BILLFISH_DEVICE void enter_stage(int stages) {
 }
 
 template <class T, int kTokens>
-using SpreadOutliers = Outliers<T, kTokens, kTileBands, true>;
+using TileOutliers = Outliers<T, kTokens, kTileBands>;
 
 // What warps 8 and 9 do: as many __syncthreads as the others.
 template <class T, int kTokens>
 BILLFISH_DEVICE void add_outliers(StageWalk now, XCopier& copier, int stages, int bands) {
-    using Lists = SpreadOutliers<T, kTokens>;
+    using Lists = TileOutliers<T, kTokens>;
     constexpr int kBytes = Lists::kRegions * Lists::kRegionBytes;
     const int warp = copier.sub, lane = copier.lane;
     const u32 sums = now.ring.end + warp * kBytes;
@@ -248,8 +248,7 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
             for (int i = 0; i < 4 * kBlocks; ++i) {  // row q + 8 (i % 4), eight tokens
                 const u32 row = within * 32 + i % 4 * 8 + lane / 4;
                 const u32 pair = i / 4 * 4 + lane % 4;
-                const u32 place = ring.end + row * kTokens * 4 +
-                                  (pair * 8 ^ SpreadOutliers<T, kTokens>::spread(row));
+                const u32 place = ring.end + TileOutliers<T, kTokens>::place(row, pair);
                 const uint2 more = load_smem_8(place);
                 store_smem_8(place, 0, 0);
                 float(&sum)[4] = acc[i % 4 / 2][i / 4];
