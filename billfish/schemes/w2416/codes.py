@@ -16,7 +16,10 @@ from billfish.schemes.w2416.scheme import (
     unpack_bands,
     unpack_base,
 )
+from billfish.schemes.w2416.shares import BAND
 from billfish.solvers import straight
+
+DECODED = 2**22  # weights
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,15 @@ class Mixed(Solved):
 
     @property
     def decoded(self) -> Tensor:
-        return self.scheme.dequantize(self.stored)
+        """Some rows at a time: decoding takes five fp32 copies of what it decodes."""
+        n, k = self.scheme.size(self.stored)
+        weight = torch.empty(n, k, device=self.stored["weight_packed"].device)
+        size = max(1, DECODED // (BAND * k)) * BAND
+        for start in range(0, n, size):
+            end = min(start + size, n)
+            some = self.scheme.shard(self.stored, 0, start, end)
+            weight[start:end] = self.scheme.dequantize(some)
+        return weight
 
     def rows(self, start: int, end: int) -> "Mixed":
         cut = slice(start, end)

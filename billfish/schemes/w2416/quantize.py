@@ -5,8 +5,6 @@ groups become outliers; then walk.py rounds all columns. A call may take several
 along n that share an input: they get the same groups of 4 bits.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
 
 SEARCHED = {"cpu": 2**16, "cuda": 2**22}  # weights in one step, times four zeros
+WALKED = {"cpu": 2**22, "cuda": 2**25}  # weights in one walk, which has nine fp32 copies of them
 
 
 def quantize(
@@ -47,14 +46,19 @@ def quantize(
     known = Known.of(statistics, METHODS[method], order)
     target = known.target(weight)
     errors[:, four.repeat_interleave(GROUP)] = -1.0  # no outlier in 4-bit groups
-    places = choose_outliers(errors, share)
-    outliers = _mask(places, share)
-    walk = Walk(target, order, share, outliers, known.hessian, known.factor, dtype)
-    made = _tensors(walk.run(), four, places, share, dtype)
-    solved = Mixed(None, known.note, target, scheme, made)
-    if known.hessian is None:
-        return solved
-    return replace(solved, energy=output_energy(weight, solved.decoded, known.hessian))
+    walk, made, energy = Walk(order, share, known.hessian, known.factor, dtype), [], []
+    size = max(1, WALKED[weight.device.type] // (BAND * weight.shape[1])) * BAND
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        places = choose_outliers(errors[rows], share)
+        walked = walk.run(target[rows], _mask(places, share))
+        made.append(_tensors(walked, four, places, share, dtype))
+        if known.hessian is not None:
+            decoded = scheme.dequantize(made[-1])
+            energy.append(output_energy(weight[rows], decoded, known.hessian))
+    whole = {name: torch.cat([some[name] for some in made]) for name in made[0]}
+    whole["input_bits"] = made[0]["input_bits"]
+    return Mixed(torch.cat(energy) if energy else None, known.note, target, scheme, whole)
 
 
 def trainable_scales(scheme: W2416, tensors: Tensors) -> TrainableMixed:

@@ -45,42 +45,45 @@ class Walked:
 
 
 class Walk:
+    """What the rows of a weight share; they can be walked in any portions of whole bands."""
+
     def __init__(
         self,
-        target: Tensor,  # (n, k) fp32
         order: Tensor,  # (k,) int64, as walk_order gives it
         share: Shares,
-        outliers: Tensor,  # (n, k) bool
         hessian: Tensor | None,
         factor: Factor | None,  # in the same order; None: no error feedback
         dtype: torch.dtype,  # of stored scales
     ) -> None:
-        self.order, self.share, self.hessian, self.dtype = order, share, hessian, dtype
+        self.order, self.share, self.dtype = order, share, dtype
         self.two = GROUP * share.two * share.parts  # columns of 2-bit groups
-        self.todo = target.T[order]  # (k, n): a step reads and writes whole columns
-        self.outliers = outliers.T[order]
-        self.codes = torch.empty_like(self.todo)
         self.upper = None if factor is None else factor.upper
-        self.metric = self._metrics()
+        self.metric = self._metrics(hessian)
         ids = order[: self.two : GROUP]
         self.stored = torch.argsort(torch.argsort(ids)).tolist()  # of the groups in walking order
+        columns, self.places_4 = order[self.two :].sort()
+        self.hessian_4 = None if hessian is None else hessian[columns[:, None], columns]
 
-    def _metrics(self) -> Tensor | None:
+    def _metrics(self, hessian: Tensor | None) -> Tensor | None:
         """(g, 16, 16), in walking order: e^T M e is the error of a group that is left when columns
         after it have compensated what they can; that is what the walk's errors add up to."""
         if self.upper is not None:
-            places = torch.arange(self.two, device=self.todo.device).view(-1, GROUP)
+            places = torch.arange(self.two, device=self.order.device).view(-1, GROUP)
             blocks = self.upper[places[:, :, None], places[:, None]]
             one = torch.eye(GROUP, device=blocks.device).expand_as(blocks)
             inverse = torch.linalg.solve_triangular(blocks, one, upper=True)
             metric: Tensor = inverse @ inverse.transpose(1, 2)
             return metric
-        if self.hessian is not None:
+        if hessian is not None:
             places = self.order[: self.two].view(-1, GROUP)
-            return self.hessian[places[:, :, None], places[:, None]]
+            return hessian[places[:, :, None], places[:, None]]
         return None
 
-    def run(self) -> Walked:
+    def run(self, target: Tensor, outliers: Tensor) -> Walked:
+        """Rounds some rows, (n, k) fp32 and bool."""
+        self.todo = target.T[self.order]  # (k, n): a step reads and writes whole columns
+        self.outliers = outliers.T[self.order]
+        self.codes = torch.empty_like(self.todo)
         n, groups = self.todo.shape[1], self.two // GROUP
         self.base, self.offset = torch.empty(2, n // BAND, groups, device=self.todo.device)
         self.code, self.zero = torch.empty(2, n, groups, device=self.todo.device)
@@ -141,13 +144,11 @@ class Walk:
         n, share = self.todo.shape[1], self.share
         if not share.four:
             return torch.ones(n, share.parts, device=self.todo.device)
-        columns, places = self.order[self.two :].sort()
-        weight, size = self.todo[self.two :][places].T.contiguous(), GROUP * share.four
-        if self.hessian is None:
+        weight, size = self.todo[self.two :][self.places_4].T.contiguous(), GROUP * share.four
+        if self.hessian_4 is None:
             parts = weight.view(n, share.parts, size)
             return FOUR.fit(parts.amin(-1), parts.amax(-1), self.dtype)[0]
-        hessian = self.hessian[columns[:, None], columns]
-        return search_scales(weight, hessian, FOUR, size, self.dtype)[0]
+        return search_scales(weight, self.hessian_4, FOUR, size, self.dtype)[0]
 
     def _spread(self, own: slice) -> Tensor:
         if self.upper is not None:
