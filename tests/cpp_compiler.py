@@ -14,7 +14,7 @@ import pytest
 
 # Kernels read the same bytes as several types, as on a GPU; and a * b + c is rounded twice wherever
 # the CPU could do it at once, so that numbers do not depend on it.
-# -Og: compiling and running the emulator's programs took 25 s, with -O1 31, -O0 27, -O2 36. Checks of
+# -Og: compiling and running ten tests took 25 s, with -O1 31, with -O0 27, with -O2 36. Checks of
 # _FORTIFY_SOURCE would forbid the jumps between its stacks.
 FLAGS = ["-Og", "-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-U_FORTIFY_SOURCE"]
