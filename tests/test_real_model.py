@@ -25,7 +25,7 @@ from billfish.schemes.w4a16 import W4A16
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        # transformers reads the file three times and makes one table 397 times: 20 s of 25
+        # transformers reads the file three times and makes one table 397 times: 23 s of 32
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, cache(getattr(gguf, name)))
         return smollm2(tmp_path_factory.mktemp("real") / "SmolLM2-135M-Instruct")

@@ -97,7 +97,7 @@ struct Block {
 };
 
 // The first switch to a fiber is ucontext's, all others are jumps: swapcontext asks the kernel for the
-// signal mask each time, which took half of a run.
+// signal mask each time.
 struct Fiber {
     static constexpr u32 kStack = 1 << 16;
     ucontext_t start;
