@@ -36,6 +36,20 @@ def here(*args):
     return done.stdout
 
 
+@pytest.fixture
+def stopped(monkeypatch, capsys):
+    """main(), which the installed command calls, in this process: its exit code and message."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["billfish", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, capsys.readouterr().err
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A source and its 4-bit version, made through the command line."""
@@ -62,7 +76,8 @@ def models(tmp_path_factory):
 
 
 def test_help_has_an_example_for_every_command():
-    assert all(command in billfish("--help").stdout for command in COMMANDS)
+    told = billfish("--help").stdout
+    assert all(command in told for command in COMMANDS)
     runner = CliRunner()
     for command in COMMANDS:
         shown = runner.invoke(cli.app, [command, "--help"], prog_name="billfish")
@@ -92,7 +107,7 @@ def test_importing_the_package_is_light():
 
 
 def test_plan_inspect_verify_speak_json_and_text(models):
-    plan = json.loads(billfish("plan", models / "source", "--group-size", 32, "--json").stdout)
+    plan = json.loads(here("plan", models / "source", "--group-size", 32, "--json"))
     assert plan["totals"]["quantized"] == 21
     text = here("plan", models / "source", "--group-size", 32)
     assert all(kind in text for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "lm_head"))
@@ -102,9 +117,9 @@ def test_plan_inspect_verify_speak_json_and_text(models):
     assert json.loads(here("verify", models / "w4", "--json"))["ok"]
 
 
-def test_plan_says_how_long_training_is(models):
+def test_plan_says_how_long_training_is(models, text):
     def planned(*options):
-        return here("plan", models / "source", "--group-size", 32, *options)
+        return here("plan", models / "source", "--group-size", 32, "--data", text, *options)
 
     given = ("--method", "finetune", "--steps", "7", "--end-to-end", "0")
     assert json.loads(planned(*given, "--json"))["training"] == {"steps": 7, "end_to_end": 0}
@@ -126,11 +141,11 @@ def test_verify_exits_with_1_and_names_the_file(models, tmp_path):
     assert shard.name in billfish("verify", broken, code=1).stdout
 
 
-def test_convert_there_and_back(models, tmp_path):
+def test_convert_there_and_back(models, tmp_path, stopped):
     here("convert", models / "w4", tmp_path / "gptq", "--to", "gptq")
     here("convert", tmp_path / "gptq", tmp_path / "ct", "--to", "compressed-tensors", "--json")
-    done = billfish("convert", models / "w4", tmp_path / "gptq", "--to", "awq", code=1)
-    assert "exists and is not empty" in done.stderr
+    code, told = stopped("convert", models / "w4", tmp_path / "gptq", "--to", "awq")
+    assert code == 1 and "exists and is not empty" in told
 
 
 def test_generate_streams_repeats_and_reports_speed(models):
@@ -143,7 +158,7 @@ def test_generate_streams_repeats_and_reports_speed(models):
 
 def test_eval_writes_report_and_json(models, tmp_path):
     report = tmp_path / "r.html"
-    done = billfish(
+    told = here(
         "eval",
         models / "w4",
         "--baseline",
@@ -156,7 +171,7 @@ def test_eval_writes_report_and_json(models, tmp_path):
         report,
         "--json",
     )
-    task = json.loads(done.stdout)["tasks"][0]
+    task = json.loads(told)["tasks"][0]
     assert task["kl"]["value"] > 0 and 0.5 < task["recovery"]["value"] < 1.5
     assert report.exists() and report.with_suffix(".json").exists()
 
@@ -188,22 +203,18 @@ def test_eval_writes_report_and_json(models, tmp_path):
     ],
 )
 def test_wrong_use_gets_one_clear_message(
-    models, tmp_path, arguments, code, message, monkeypatch, capsys
+    models, tmp_path, arguments, code, message, monkeypatch, stopped
 ):
-    """In this process, for speed: main() is what the installed command calls."""
     places = {"source": models / "source", "w4": models / "w4"}
-    monkeypatch.setattr(sys, "argv", ["billfish", *(a.format(**places) for a in arguments)])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == code
-    assert message in capsys.readouterr().err
+    ended, told = stopped(*(a.format(**places) for a in arguments))
+    assert ended == code and message in told
     assert not (tmp_path / "x" / "config.json").exists()
 
 
-def test_a_place_that_cannot_be_written_is_said(models, tmp_path):
+def test_a_place_that_cannot_be_written_is_said(models, tmp_path, stopped):
     """Root may write anywhere, so the place is a path below a file."""
     (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "out"
-    done = billfish("quantize", models / "source", "--output", output, "--group-size", 32, code=1)
-    assert str(tmp_path / "file") in done.stderr
+    code, told = stopped("quantize", models / "source", "--output", output, "--group-size", 32)
+    assert code == 1 and str(tmp_path / "file") in told

@@ -51,13 +51,19 @@ def facts(output):
     return one.text, one.token_ids, one.finish_reason, one.stop_reason, len(one.logprobs)
 
 
-@pytest.mark.parametrize("options", [{}, {"pages": 12}, {"max_num_seqs": 3}], ids=str)
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "mixed"])
-def test_texts_are_the_same(options, plain, path):
-    asked = list(requests(60, 1, plain))
+@pytest.fixture(scope="module", params=[True, False], ids=["plain", "mixed"])
+def case(request, path):
+    """Whether requests are plain, the requests, and what becomes of them without running ahead."""
+    asked = list(requests(60, 1, request.param))
     prompts, params = map(list, zip(*asked, strict=True))
     with LLM(path, dtype="float32") as made:
         wanted = [facts(output) for output in made.generate(prompts, params)]
+    return request.param, prompts, params, wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"pages": 12}, {"max_num_seqs": 3}], ids=str)
+def test_texts_are_the_same(options, case, path):
+    plain, prompts, params, wanted = case
     with ahead(path, **options) as made:
         assert [facts(output) for output in made.generate(prompts, params)] == wanted
         assert made.engine.runner.promised > (50 if plain else -1)  # it did run ahead

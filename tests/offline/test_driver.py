@@ -16,11 +16,13 @@ import transformers
 from jobs import contents, request, stop_before_the_end
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, write_checkpoint
+from typer.testing import CliRunner
 
 import billfish
 from billfish.checkpoints import write as files
 from billfish.checkpoints.convert import convert
 from billfish.checkpoints.inspect import inspect
+from billfish.cli.app import app
 from billfish.errors import UserError
 from billfish.evaluate.run import EvalRequest, evaluate
 from billfish.models.linear import QuantLinear
@@ -153,50 +155,35 @@ def test_a_job_that_saves_few_activations_ends_in_the_same_bytes(
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-def run_cli(*args, **options):
+def start_cli(*args):
     command = [sys.executable, "-m", "billfish", *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env=environment)
 
 
-def test_kill_9_then_the_same_command(tmp_path, text):
+def test_sigterm_then_kill_9_then_the_same_command(tmp_path, text):
+    """Processes are stopped; what runs to its end runs here, and a process starts in 6 s."""
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
     arguments = ["--group-size", 32, "--data", text, "--nsamples", 8, "--seqlen", 64]
-    whole = run_cli("quantize", source, "--output", tmp_path / "whole", *arguments)
-    assert whole.wait(120) == 0, whole.stderr.read()
-    command = ["quantize", source, "--output", tmp_path / "killed", *arguments]
-    for block in (0, 3):
-        job = run_cli(*command)
-        while not (tmp_path / "killed" / JOB / f"block-{block:05d}.json").exists():
+    whole, command = (
+        ["quantize", source, "--output", tmp_path / name, *arguments]
+        for name in ("whole", "stopped")
+    )
+    for block, sent in ((0, signal.SIGTERM), (3, signal.SIGKILL)):
+        job = start_cli(*command)
+        while not (tmp_path / "stopped" / JOB / f"block-{block:05d}.json").exists():
             assert job.poll() is None, job.stderr.read()
             time.sleep(0.001)
-        os.kill(job.pid, signal.SIGKILL)
-        job.wait()
-        assert not (tmp_path / "killed" / files.MANIFEST).exists()
-    last = run_cli(*command)
-    assert last.wait(120) == 0, last.stderr.read()
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-
-
-def test_sigterm_exits_with_75_and_can_be_resumed(tmp_path, text):
-    source = write_checkpoint(tmp_path / "source", num_hidden_layers=6)
-    arguments = ["--data", text, "--nsamples", 8, "--seqlen", 64]
-    job = run_cli("quantize", source, "--output", tmp_path / "out", *arguments)
-    while not (tmp_path / "out" / JOB / "block-00000.json").exists():
-        assert job.poll() is None, job.stderr.read()
-        time.sleep(0.001)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 75
-    assert "same command" in job.stderr.read()
-    job = run_cli("quantize", source, "--output", tmp_path / "out", "--resume", *arguments)
-    assert job.wait(120) == 0, job.stderr.read()
+        job.send_signal(sent)
+        _, told = job.communicate(timeout=60)
+        if sent == signal.SIGTERM:
+            assert job.returncode == 75 and "same command" in told
+        assert not (tmp_path / "stopped" / files.MANIFEST).exists()
+    for each in (whole, [*command, "--resume"]):
+        done = CliRunner().invoke(app, list(map(str, each)))
+        assert done.exit_code == 0, done.output
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
 # -- what is already there

@@ -11,7 +11,7 @@ from tiny import character_tokenizer, write_checkpoint
 from billfish.checkpoints import write as files
 from billfish.checkpoints.read import Checkpoint
 
-BLOCKS, WIDE = 72, {"hidden_size": 512, "intermediate_size": 1024}
+BLOCKS, WIDE = 48, {"hidden_size": 512, "intermediate_size": 1024}
 # A small job first: it loads the libraries and compiles the solver's kernel. VmHWM is the process's
 # own peak; ru_maxrss would begin with that of the process that started it. Two blocks are solved;
 # the others, of the same size, are rounded.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import httpx
 import openai
@@ -87,7 +88,6 @@ def test_a_client_that_reads_nothing_holds_nobody_up(server):
 
 def test_a_full_queue_says_so(tiny_path):
     with served(tiny_path, max_num_seqs=2, max_queue=1) as made, made.http() as http:
-        made.llm.engine.step = slowed(made.llm.engine.step)
         found = []
         three = [
             threading.Thread(
@@ -95,30 +95,37 @@ def test_a_full_queue_says_so(tiny_path):
             )
             for _ in range(3)
         ]
-        for thread in three:
-            thread.start()
-        wait_for(lambda: made.admission.live == 3)
-        refused = http.post(TEXT, json=LONG)
-        assert refused.status_code == 503 and refused.headers["retry-after"]
-        assert refused.json()["error"]["code"] == "queue_full"
-        assert http.get("/health").status_code == 200
-        wait_for(lambda: http.get("/stats").json()["running"] == 2)
-        told = http.get("/stats").json()
-        assert told["waiting"] == 1 and told["kv_used"] > 0
-        assert 'admission_rejections_total{model_name="tiny"} 1' in http.get("/metrics").text
-        assert http.post(TEXT, json={**LONG, "n": 4}).status_code == 400  # never fits
+        with slowed(made.llm.engine):
+            for thread in three:
+                thread.start()
+            wait_for(lambda: made.admission.live == 3)
+            refused = http.post(TEXT, json=LONG)
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert http.get("/health").status_code == 200
+            wait_for(lambda: http.get("/stats").json()["running"] == 2)
+            told = http.get("/stats").json()
+            assert told["waiting"] == 1 and told["kv_used"] > 0
+            assert 'admission_rejections_total{model_name="tiny"} 1' in http.get("/metrics").text
+            assert http.post(TEXT, json={**LONG, "n": 4}).status_code == 400  # never fits
         for thread in three:
             thread.join()
         assert {answer.status_code for answer in found} == {200}
         assert http.post(TEXT, json=LONG).status_code == 200
 
 
-def slowed(step):
-    def slow():
-        time.sleep(0.02)
-        return step()
+@contextmanager
+def slowed(engine):
+    """Steps that take 20 ms, while something must not end."""
+    inner = engine.step
 
-    return slow
+    def step():
+        time.sleep(0.02)
+        return inner()
+
+    engine.step = step
+    yield
+    engine.step = inner
 
 
 def test_a_key(tiny_path):
@@ -195,7 +202,6 @@ def test_the_page_is_served_whole_and_strictly(server):
 
 def test_draining_finishes_what_runs(tiny_path):
     with served(tiny_path, max_num_seqs=2) as made:
-        made.llm.engine.step = slowed(made.llm.engine.step)
         (wanted,) = made.llm.generate(
             "abc", SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
         )
@@ -203,14 +209,15 @@ def test_draining_finishes_what_runs(tiny_path):
         running = threading.Thread(
             target=lambda: found.append(httpx.post(made.url + TEXT, json=LONG, timeout=60))
         )
-        running.start()
-        wait_for(lambda: made.admission.live == 1)
-        with made.http() as http:
-            made.server.drain()
-            refused = http.post(TEXT, json=LONG)
-            assert refused.status_code == 503 and refused.headers["retry-after"]
-            assert refused.json()["error"]["code"] == "shutting_down"
-            assert http.get("/health").status_code == 503
+        with slowed(made.llm.engine):
+            running.start()
+            wait_for(lambda: made.admission.live == 1)
+            with made.http() as http:
+                made.server.drain()
+                refused = http.post(TEXT, json=LONG)
+                assert refused.status_code == 503 and refused.headers["retry-after"]
+                assert refused.json()["error"]["code"] == "shutting_down"
+                assert http.get("/health").status_code == 503
         running.join()
         assert found[0].json()["choices"][0]["text"] == wanted.outputs[0].text
         wait_for(lambda: not made.server.servers[0].is_serving())

@@ -28,12 +28,8 @@ static bool run_block(std::vector<Fiber>& fibers, u32 x, u32 y) {
     block.warps.resize(block.threads / 32);
     for (u32 t = 0; t < block.threads; ++t) {
         Fiber& fiber = fibers[t];
-        fiber.block = &block, fiber.thread = t, fiber.done = false, fiber.stack.resize(1 << 16);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, begin_fiber, 0);
+        fiber.block = &block, fiber.thread = t;
+        fiber.prepare(begin_fiber);
     }
     std::vector<u32> alive(block.threads / 32);
     for (u32 w = 0; w < alive.size(); ++w) alive[w] = w;
@@ -44,8 +40,8 @@ static bool run_block(std::vector<Fiber>& fibers, u32 x, u32 y) {
         bool some = false;
         for (u32 t = w * 32; t < w * 32 + 32; ++t) {
             if (fibers[t].done) continue;
-            some = true, current = &fibers[t], threadIdx = {t, 0};
-            swapcontext(&scheduler, &fibers[t].context);
+            some = true, threadIdx = {t, 0};
+            enter(fibers[t]);
         }
         if (!some) alive[pick] = alive.back(), alive.pop_back();
     }

@@ -13,22 +13,19 @@ static void begin_fiber() {
 
 void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body) {
     the_body = body;
-    blocks.clear(), flying.clear(), cluster_arrivals.clear();
+    blocks.clear(), flying.clear();
+    blocks.resize(grid_x * grid_y), cluster_arrivals.assign(grid_x * grid_y, 0);
     gridDim = {grid_x, grid_y};
     std::vector<Fiber> fibers(grid_x * grid_y * threads);
     for (u32 b = 0; b < grid_x * grid_y; ++b) {
-        Block& block = blocks.emplace_back();
+        Block& block = blocks[b];
         block.threads = threads;
-        block.smem.assign(smem_bytes, 0xff);
+        block.smem.assign(smem_bytes, 0xff), block.barriers.resize(smem_bytes / 8);
         block.warps.resize(threads / 32), block.groups.resize(threads / 128 + 1);
         for (u32 t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
-            fiber.block = &block, fiber.thread = t, fiber.index = b, fiber.stack.resize(1 << 16);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = nullptr;
-            makecontext(&fiber.context, begin_fiber, 0);
+            fiber.block = &block, fiber.thread = t, fiber.index = b;
+            fiber.prepare(begin_fiber);
         }
     }
     const u32 warps = fibers.size() / 32, slow = memory_varies ? 4u << lot() % 6 : 4u;
@@ -48,9 +45,9 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
         for (u32 t = 0; t < 32; ++t) {
             Fiber& fiber = fibers[w * 32 + t];
             if (fiber.done) continue;
-            some = true, current = &fiber;
+            some = true;
             threadIdx = {fiber.thread, 0}, blockIdx = {fiber.index % grid_x, fiber.index / grid_x};
-            swapcontext(&scheduler, &fiber.context);
+            enter(fiber);
         }
         if (!some) alive[pick] = alive.back(), alive.pop_back();
     }

@@ -2,16 +2,15 @@
 // A thread runs until it waits; who goes on, and which copy lands next, is drawn by lot.
 #pragma once
 
+// Few headers: every program is compiled anew, and they are most of what the compiler reads.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
-#include <random>
 #include <vector>
 
 #define BILLFISH_DEVICE inline
@@ -46,7 +45,18 @@ inline void demand(bool right, const char* what) {
 
 constexpr u32 kSmemBase = 1024;
 inline u32 cluster_size = 2;
-inline std::mt19937 lot(1);
+
+struct Lot {  // SplitMix64
+    u64 state = 1;
+    void seed(u64 seed) { state = seed; }
+    u32 operator()() {
+        u64 v = state += 0x9e3779b97f4a7c15;
+        v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9;
+        v = (v ^ v >> 27) * 0x94d049bb133111eb;
+        return (v ^ v >> 31) >> 32;
+    }
+};
+inline Lot lot;
 
 struct Gate { int here = 0, generation = 0; };
 
@@ -73,41 +83,60 @@ struct Warp {
 };
 
 struct Group {  // of four warps, for wgmma
-    float a[64][16];
+    float a[64][16], b[256][16];
     Gate gate;
 };
 
 struct Block {
     u32 threads = 0, ended = 0;
     std::vector<unsigned char> smem;
-    std::map<u32, Barrier> barriers;
-    std::map<int, Gate> named;
-    Gate everybody;
+    std::vector<Barrier> barriers;  // one for every 8 bytes of shared memory
+    Gate everybody, named[16];
     std::vector<Warp> warps;
     std::vector<Group> groups;
 };
 
+// The first switch to a fiber is ucontext's, all others are jumps: swapcontext asks the kernel for the
+// signal mask each time.
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    static constexpr u32 kStack = 1 << 16;
+    ucontext_t start;
+    jmp_buf context;
+    char* stack = (char*)malloc(kStack);  // not cleared: few of its pages are ever touched
     Block* block;
     u32 thread, index;
-    bool done = false;
+    bool begun = false, done = false;
     int cluster_rounds = 0;
     std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async, by commit
+    ~Fiber() { free(stack); }
     Warp& warp() { return block->warps[thread / 32]; }
+    void prepare(void (*body)()) {
+        begun = done = false;
+        getcontext(&start);
+        start.uc_stack.ss_sp = stack, start.uc_stack.ss_size = kStack, start.uc_link = nullptr;
+        makecontext(&start, body, 0);
+    }
 };
 
 inline Fiber* current;
-inline std::deque<Block> blocks;
+inline std::vector<Block> blocks;
 inline std::vector<std::function<void()>> flying;
 // A copy lands every 4 turns, or, drawn for each launch, every 4 to 128: slow memory shows waits that
 // are satisfied too soon, and takes its time.
 inline bool memory_varies = false;
-inline std::map<u32, int> cluster_arrivals;
-inline ucontext_t scheduler;
+inline std::vector<int> cluster_arrivals;
+inline jmp_buf scheduler;
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+    if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+}
+inline void enter(Fiber& fiber) {  // until it yields
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.context, 1);
+    fiber.begun = true;
+    setcontext(&fiber.start);
+}
 
 inline void meet(Gate& gate, int threads) {
     const int generation = gate.generation;
@@ -132,8 +161,9 @@ inline unsigned char* smem_at(u32 address, u32 bytes) {
 
 inline Barrier& barrier_at(u32 address) {
     Block& block = block_of(address);
-    demand(address % 8 == 0, "barrier alignment");
-    return block.barriers[address];
+    const u32 index = (address - kSmemBase) / 8;
+    demand(address % 8 == 0 && index < block.barriers.size(), "barrier alignment");
+    return block.barriers[index];
 }
 
 template <class V>

@@ -28,14 +28,16 @@ inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b) {
     const int lane = current->thread % 32, row = current->thread % 128 / 32 * 16 + lane / 4;
     for (int e = 0; e < 8; ++e)
         group.a[row + e / 2 % 2 * 8][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
+    for (int i = current->thread % 128; i < kSums * 2 * 16; i += 128) {  // tokens x k
+        const u32 at = ((u32)b << 4) + i / 16 * 128 + i % 16 * 2;
+        group.b[i / 16][i % 16] = T::to_float(read<u16>(swizzled(at)));
+    }
     meet(group.gate, 128);
     for (int i = 0; i < kSums; ++i) {
         const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            const u32 at = ((u32)b << 4) + token * 128 + k * 2;
-            sum += (double)group.a[row + i / 2 % 2 * 8][k] * T::to_float(read<u16>(swizzled(at)));
-        }
+        for (int k = 0; k < 16; ++k)
+            sum += (double)group.a[row + i / 2 % 2 * 8][k] * group.b[token][k];
         d[i] = (float)sum;
     }
     meet(group.gate, 128);
