@@ -221,7 +221,8 @@ def test_echo_alone_and_of_a_prompt_that_fills_the_model(server):
     assert choice["logprobs"] is None
     full = post(server, TEXT, {**body, "prompt": "ab" * 64, "logprobs": 1}).json()
     assert len(full["choices"][0]["logprobs"]["tokens"]) == 128
-    two = post(server, TEXT, {**body, "max_tokens": 2, "logprobs": 0, "n": 2}).json()["choices"]
+    more = {"max_tokens": 2, "ignore_eos": True, "logprobs": 0, "n": 2}
+    two = post(server, TEXT, {**body, **more}).json()["choices"]
     assert [len(one["logprobs"]["tokens"]) for one in two] == [12, 12]
 
 

@@ -111,8 +111,8 @@ BILLFISH_DEVICE u32 shifted(u32 word, int right) {
 }
 
 // A lane's group of 16 inputs of 2 bits in rows r and r + 8: scales for the three places of a pair,
-// and minus the weights of the zeros. `codes` at bit `code_at` and `zeros` at `zero_at` have those of
-// row r, and 16 bits on those of row r + 8; `offset` and `base` are for 16 outputs, twice.
+// and minus the weights of the zeros. `codes` at bit `code_at` and `zeros` at `zero_at` have those
+// of row r, and 16 bits on those of row r + 8; `offset` and `base` are for 16 outputs, twice.
 template <class T, int kZero, int kStep>
 struct TwoGroup {
     using D = Scaled<T>;
@@ -120,7 +120,8 @@ struct TwoGroup {
     BILLFISH_DEVICE TwoGroup(u32 codes, int code_at, u32 zeros, int zero_at, u32 offset, u32 base) {
         constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
         constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16
-        static_assert(kStep > 0 && 16 * kStep > kZero && 16 * kStep * D::kUnits < 2048, "subnormal");
+        static_assert(kStep > 0 && 16 * kStep > kZero, "zeros");
+        static_assert(16 * kStep * D::kUnits < 2048, "subnormal");
         // Second-order scales: (code + offset) * base, exact before its one rounding.
         const u32 code = and_or(codes >> code_at, 0x000f000fu, D::kCode);
         scale[0] = T::mul(T::add(code, offset), base);

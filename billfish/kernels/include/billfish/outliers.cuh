@@ -104,9 +104,9 @@ struct Outliers {
     }
 
     // `x` is token 0's line. The second token of a pair may not be there: what is read instead
-    // changes only sums that nobody stores. Eight tokens are loaded before one is stored: they do not
-    // wait for each other. And rows do not meet in two banks: 16 sums are 64 bytes, so pairs of a row
-    // change places (spread).
+    // changes only sums that nobody stores. Eight tokens are loaded before one is stored: they do
+    // not wait for each other. And rows do not meet in two banks: 16 sums are 64 bytes, so pairs of
+    // a row change places (spread).
     static BILLFISH_DEVICE float add_one(u32 one, u32 x, int x_line, u32 to, int m) {
         const float value = T::to_float(one >> 16);
         const u32 place = (one & 255) * 2, moved = spread(one >> 8 & 63);

@@ -1,6 +1,6 @@
-// Tiles of outputs x tokens of a product on the tensor cores of sm_90a: how blocks share them, their
-// ring of stages in shared memory, the reduction of those that are split along k, the epilogue.
-// Schemes bring their records. kernels/tiles.py chooses sizes.
+// Tiles of outputs x tokens of a product on the tensor cores of sm_90a: how blocks share them,
+// their ring of stages in shared memory, the reduction of those that are split along k, the
+// epilogue. Schemes bring their records. kernels/tiles.py chooses sizes.
 #pragma once
 
 #include "billfish/gate.cuh"

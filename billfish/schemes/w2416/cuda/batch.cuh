@@ -1,15 +1,15 @@
 // w2416_batch: y (m, n) = x (m, k) W^T for m > 16 on the tensor cores of sm_90a.
 //
-// Tiles, ring and reduction are tiles.cuh's, as w4a16_batch has them: weights are decoded to wgmma's
-// A fragments in registers. x comes in the order of the records (order.cuh).
+// Tiles, ring and reduction are tiles.cuh's, as w4a16_batch has them: weights are decoded to
+// wgmma's A fragments in registers. x comes in the order of the records (order.cuh).
 //
 //     stage        128 inputs: half a record of 2 bits, or one of 4 bits, and its list of outliers,
 //                  which has at most list_words - 3
-//     warps 0, 1   producers: bulk copies of records and lists, a thread for each band; TMA copies of
-//                  x
+//     warps 0, 1   producers: bulk copies of records and lists, a thread for each band; TMA copies
+//                  of x
 //     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
-//                  inputs of a band, the next 64 are decoded, and outliers are added to them: at 0.1 %
-//                  a warp finds one in 16 outputs x 64 inputs
+//                  inputs of a band, the next 64 are decoded, and outliers are added to them: at
+//                  0.1 % a warp finds one in 16 outputs x 64 inputs
 //
 // Decoded weights are unit * weight in T, as in decode.cuh; sums are divided at the end.
 #pragma once
@@ -51,8 +51,8 @@ struct FourBits {
 };
 
 // Producer of one band's records and lists of outliers, a thread for each band; the first sets the
-// bytes of x, too, that a stage's barrier expects. Stages are numbered along k: first those of 2 bits,
-// two a record.
+// bytes of x, too, that a stage's barrier expects. Stages are numbered along k: first those of 2
+// bits, two a record.
 template <int kTokens, int kBands>
 BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, int n_tiles,
                                Walk walk, int stages, int stage_bytes, BandPlace at,
@@ -118,7 +118,8 @@ struct Held {
 template <class T, bool kTwo, int kSteps>
 BILLFISH_DEVICE void add_outliers(const Held& held, u32 list, u32 key, int first, float scale,
                                   int lane, u32 (&a)[kSteps][4]) {
-    constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;  // of a column: in the later two steps
+    // of a column: in the later two steps
+    constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;
     constexpr u32 kPlace = kNone | 0x30c0 | kStepBit;
     key |= first ? kStepBit : 0;
     u32 one = held.one;
@@ -183,8 +184,8 @@ BILLFISH_DEVICE void store_gated(const float (&acc)[kTokens / 2], const u16* bia
 #endif
 
 // `x` maps (m, 128 * stages along k) in boxes of 64 inputs x kTokens tokens; `gated`: of every 32
-// rows the first 16 are gates and the others their ups, and `out` is (m, n / 2), n a multiple of 32.
-// `early` and the rest as in w4a16's batch.cuh.
+// rows the first 16 are gates and the others their ups, and `out` is (m, n / 2), n a multiple of
+// 32. `early` and the rest as in w4a16's batch.cuh.
 template <class T, int kZero, int kStep, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
@@ -193,8 +194,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             int tiles_4, int sets, int band_words, int list_words, int whole, int stages,
             int stage_bytes, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    // k16 steps that are decoded at a time: with four and two blocks on an SM, registers would not do
-    // for products in flight.
+    // k16 steps that are decoded at a time: with four and two blocks on an SM, registers would not
+    // do for products in flight.
     constexpr int kSteps = two_fit(kTokens, kBands) ? 2 : 4;
     static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
@@ -217,8 +218,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     if (threadIdx.x < kTeamThreads) {
         give_registers<copy_registers(kTokens, kBands)>();
         if (threadIdx.x < kTeams * kBands) {
-            copy_band<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes, at,
-                                       places);
+            copy_band<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
+                                       at, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, stage_bytes, places);
@@ -240,7 +241,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         for (int band = 0; band < kBands; ++band)
             unit[band] = static_cast<int>(*layer.lists(min(first_band + band, bands - 1)));
         float acc[kBands][kTokens / 2] = {};
-        // `count` stages of one kind. `load` has what the fragments of 64 inputs need, and makes them.
+        // `count` stages of one kind. `load` has what the fragments of 64 inputs need, and makes
+        // them.
         const auto run = [&](int count, auto kind, auto load) {
             constexpr bool kTwo = decltype(kind)::kTwo;
             u32 a[2][kSteps][4];  // two buffers: in flight, and being decoded
@@ -275,7 +277,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                                   x_at + (k64 * kTokens * kXLine + (first + k16) * 32) / 16);
                         wgmma_commit();
                         wgmma_wait<1>();
-                        if (step + first == 0 && i > 0 && lane == 0)  // the slot before has been read
+                        if (step + first == 0 && i > 0 && lane == 0)  // the slot before was read
                             barrier_arrive(
                                 places.empty((slot.index == 0 ? stages : slot.index) - 1));
                     }
@@ -317,7 +319,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         }
         run(walk.count - of_two, FourBits(), [&](u32 record, int, int band, int k64) {
             const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
-            const u32 scales = record + kFourScales, marks = load_smem_4(scales + sets * kFourSetBytes);
+            const u32 scales = record + kFourScales;
+            const u32 marks = load_smem_4(scales + sets * kFourSetBytes);
             const u32 mine = scales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
             FourGroup<T> group;
             return [=, &lean, &more](int k16, u32(&a)[4]) mutable {

@@ -1,6 +1,6 @@
-// w2416_order: x (m, k) -> (m, inputs) in the order in which w2416_batch reads it, so that the tensor
-// copy engine can fetch it: groups of 16 inputs in the order of the records, and of each 64 inputs of
-// 2 bits those of a k16 step together (mixed.cuh: a lane decodes 16 inputs of a row, 4 a step).
+// w2416_order: x (m, k) -> (m, inputs) in the order in which w2416_batch reads it, so that TMA can
+// fetch it: groups of 16 inputs in the order of the records, and of each 64 inputs of 2 bits those
+// of a k16 step together (mixed.cuh: a lane decodes 16 inputs of a row, 4 a step).
 #pragma once
 
 #include "billfish/warp.cuh"
@@ -9,8 +9,8 @@ namespace billfish {
 
 constexpr int kOrderThreads = 256;
 
-// A thread stores 8 inputs. `columns` as in outliers.cuh, for inputs / 16 groups, of which the first
-// 4 * blocks_2 have 2 bits.
+// A thread stores 8 inputs. `columns` as in outliers.cuh, for inputs / 16 groups, of which the
+// first 4 * blocks_2 have 2 bits.
 __global__ void __launch_bounds__(kOrderThreads)
 w2416_order(const u16* __restrict__ x, const int* __restrict__ columns, u16* __restrict__ ordered,
             int m, int k, int inputs, int blocks_2) {
