@@ -34,8 +34,8 @@ struct BandPlace {
 // Registers of a producer and of a consumer: with these nothing is spilled but a few numbers of a
 // tile, outside the loops over k, and two buffers of fragments remain (with fewer ptxas waits for
 // every product).
-constexpr BILLFISH_DEVICE int copy_registers(int tokens, int bands) {
-    return two_fit(tokens, bands) ? 48 : bands == 2 ? 40 : 48;
+constexpr BILLFISH_DEVICE int copy_registers(int bands) {
+    return bands == 2 ? 40 : 48;
 }
 constexpr BILLFISH_DEVICE int math_registers(int tokens, int bands) {
     return two_fit(tokens, bands) ? 96 : bands == 2 ? 232 : 224;
@@ -216,7 +216,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
 
     Walk walk(2 * tiles_2 + tiles_4, whole, m_tiles * n_tiles);
     if (threadIdx.x < kTeamThreads) {
-        give_registers<copy_registers(kTokens, kBands)>();
+        give_registers<copy_registers(kBands)>();
         if (threadIdx.x < kTeams * kBands) {
             copy_band<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
                                        at, places);
