@@ -73,7 +73,7 @@ def choose_op(
     """The op for one layer; called once when the layer is loaded.
 
     `auto` takes the first op that does not refuse. It never takes the reference, so that no layer
-    silently runs slowly, nor an op that is `by_name`, because that is less exact than the scheme.
+    silently runs slowly, nor an op that is `by_name` (LinearOp).
     """
     ops = ops_of(scheme)
     if op != "auto":

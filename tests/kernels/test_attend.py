@@ -187,7 +187,7 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     made = Case("kv16", FP16, 64, 1, 2, (10, 1100))
     wanted = made.wanted(0.2, 0)
     with pytest.raises(AssertionError):
-        for seed in range(1, 41):  # until one order of events shows it
+        for seed in range(1, 7):  # the last mistake shows in every sixth order of events
             rows = made.run(compiled, 0.2, blocks=2, seed=seed, changed=(file.name, text))
             assert (rows.double() - wanted).norm() / wanted.norm() < 2**-10
 

@@ -36,8 +36,13 @@ THREADS = {
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 
+# (kernel, tokens and bands) -> bytes: numbers of a tile, or of a pass, outside the loops over k
+SPILLED = {("decode", "16, 1"): 8, ("batch", "64, 1"): 88, ("batch", "128, 2"): 56}
+SPILLED["batch", "256, 1"] = 12
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_kernels_compile_without_spills(dtype):
+def test_kernels_keep_to_their_registers(dtype):
     wanted = programs(dtype, "sm_90a")
     assert len(set(wanted)) == 13
     if dtype == BF16:  # the same text, and as many registers: those of 16 tokens, which need most
@@ -45,8 +50,8 @@ def test_kernels_compile_without_spills(dtype):
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
     for program, cubin in zip(wanted, made, strict=True):
-        # numbers of a tile, or of a pass, outside the loops over k
-        most = 96 if "_batch<" in program.name else 8
+        instance = re.search(r"w2416_(.*), (\d+, \d)>", program.name)
+        most = SPILLED.get(instance and (instance[1].partition("<")[0], instance[2]), 0)
         assert cubin.spill_bytes <= most, (program.name, cubin.spill_bytes)
         # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more
         alone = re.search(r"batch<.*, (128|256), \d>", program.name)

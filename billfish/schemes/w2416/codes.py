@@ -29,7 +29,7 @@ class Mixed(Solved):
 
     @property
     def decoded(self) -> Tensor:
-        """Some rows at a time: decoding takes five fp32 copies of what it decodes."""
+        """Some rows at a time: `dequantize` holds several fp32 copies of what it decodes."""
         n, k = self.scheme.size(self.stored)
         weight = torch.empty(n, k, device=self.stored["weight_packed"].device)
         size = max(1, DECODED // (BAND * k)) * BAND

@@ -27,7 +27,9 @@ from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
 
 SEARCHED = {"cpu": 2**16, "cuda": 2**22}  # weights in one step, times four zeros
-WALKED = {"cpu": 2**22, "cuda": 2**25}  # weights in one walk, which has nine fp32 copies of them
+# Weights in one walk, which holds several fp32 copies of them: memory is bounded by this, not by
+# the layer (docs/LOG.md, 2026-11-17).
+WALKED = {"cpu": 2**22, "cuda": 2**25}
 
 
 def quantize(

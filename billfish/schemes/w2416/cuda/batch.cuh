@@ -118,7 +118,7 @@ struct Held {
 template <class T, bool kTwo, int kSteps>
 BILLFISH_DEVICE void add_outliers(const Held& held, u32 list, u32 key, int first, float scale,
                                   int lane, u32 (&a)[kSteps][4]) {
-    // of a column: in the later two steps
+    // the bit of a column that tells the later two steps from the first two
     constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;
     constexpr u32 kPlace = kNone | 0x30c0 | kStepBit;
     key |= first ? kStepBit : 0;
