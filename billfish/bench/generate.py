@@ -72,7 +72,7 @@ class GenerateBench:
         if request.energy and nvml.joules(device) is None:
             raise UserError(
                 f"--energy: no energy counter of {self.facts['name']} can be read. It is NVML's, "
-                "of NVIDIA GPUs since Volta: pip install '.[bench]'; or leave it out."
+                "of NVIDIA GPUs since Volta: pip install 'billfish[bench]'; or leave it out."
             )
         if request.random:
             self.config = random_model.config_of(request.model)
