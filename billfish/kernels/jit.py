@@ -26,7 +26,11 @@ from billfish.kernels import cache
 from billfish.kernels.device import arch_of
 
 INCLUDE = Path(__file__).parent / "include"
-OPTIONS = {"std": "c++17", "ptxas_options": "-v"}  # -v: registers and spills, into the log
+OPTIONS = {
+    "std": "c++17",
+    "ptxas_options": "-v",  # registers and spills, into the log
+    "device_as_default_execution_space": True,  # NVRTC 13.0 takes lambdas for host functions
+}
 MOST_THREADS = 8  # a compilation of our kernels takes 100 to 300 MB
 UNKNOWN = -1  # what the log does not say: not 0, which would mean "no spills"
 
