@@ -130,11 +130,14 @@ def mixed():
     yield "kFourSetBytes", 4 * mixed_arrange.SET_WORDS
     yield "kFourMarkBytes", 4 * mixed_arrange.MARK_WORDS
     yield "kHead", mixed_arrange.HEAD
-    yield "kAgain", outliers.AGAIN
-    for m, share in itertools.product((1, 8, 9, 16), (1, 2, 4, 9)):
-        how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, H200)
-        stage = f"MixedStage<{how.tokens}, {how.bands}>::bytes({m})"
-        yield stage, mixed_tile.stage_bytes(m, how.bands)
+    yield "kLast", outliers.LAST
+    yield "kEmpty", outliers.EMPTY
+    yield "kSetBytes", 4 * outliers.SET_WORDS
+    for m, share, longest in itertools.product((1, 8, 9, 16), (1, 2, 4, 9), (1, 3)):
+        how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, longest, H200)
+        lists = f"MixedStage<{how.bands}>::x({longest} * kSetBytes)"
+        stage = f"({lists} + 4 / {how.bands} * x_rows({how.tokens}, {m}) * kTwoK * 2)"
+        yield stage, mixed_tile.stage_bytes(m, how.bands, longest)
         sums = f"Sums<{how.tokens}, {how.bands}>::kBytes"
         yield f"kMixedBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
 
@@ -146,11 +149,11 @@ def mixed_panel():
 
 def mixed_batch():
     yield "kTwoHalf + kTwoMore", mixed_batches.HALF_BYTES
-    for sets, longest in itertools.product((1, 2, 8), (0, 16, 320)):
+    for sets, longest in itertools.product((1, 2, 8), (1, 2, 20)):
         shape = mixed_arrange.Shape(64, 16 * sets, sets, 0, 1, torch.float16, longest)
         assert shape.sets == sets
         four = f"kFourScales + {sets} * kFourSetBytes + kFourMarkBytes"
-        place = f"BandPlace({four}, {mixed_batches.list_words(shape)})"
+        place = f"BandPlace({four}, {longest} * kSetBytes)"
         yield f"{place}.bytes", mixed_batches.band_bytes(shape)
 
 

@@ -37,7 +37,7 @@ ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 
 # (kernel, tokens and bands) -> bytes: numbers of a tile, or of a pass, outside the loops over k
-SPILLED = {("decode", "16, 1"): 8, ("batch", "64, 1"): 88, ("batch", "128, 2"): 56}
+SPILLED = {("batch", "64, 1"): 88, ("batch", "128, 2"): 56}
 SPILLED["batch", "256, 1"] = 12
 
 
@@ -53,9 +53,10 @@ def test_kernels_keep_to_their_registers(dtype):
         instance = re.search(r"w2416_(.*), (\d+, \d)>", program.name)
         most = SPILLED.get(instance and (instance[1].partition("<")[0], instance[2]), 0)
         assert cubin.spill_bytes <= most, (program.name, cubin.spill_bytes)
-        # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more
+        # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more; of 10: decode
         alone = re.search(r"batch<.*, (128|256), \d>", program.name)
-        assert 16 <= cubin.registers <= (168 if alone else 80), (program.name, cubin.registers)
+        most = 168 if alone else 96 if "decode" in program.name else 80
+        assert 16 <= cubin.registers <= most, (program.name, cubin.registers)
     assert not programs(dtype, "sm_80") and not programs(torch.float32, "sm_90a")
 
 
@@ -114,7 +115,7 @@ def run(program, packed, m, grid, stages, smem, stage, x, bias=None, seed=1, gat
     shape = packed.shape
     sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
     numbers = (seed, *sizes, packed.records.shape[1], grid, stages, smem, stage, int(gated))
-    numbers += (batch.list_words(shape), whole)
+    numbers += (tile.list_bytes(shape.longest), whole)
     given = b"".join(map(bytes_of, (packed.records, packed.columns, x, bias)))
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
@@ -123,10 +124,10 @@ def run(program, packed, m, grid, stages, smem, stage, x, bias=None, seed=1, gat
 
 def product(compiled, packed, x, bias, seed, text=None, gated=False, sms=4):
     gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
-    how = tile.pick_tile(len(x), packed.shape.n, gpu)
+    how = tile.pick_tile(len(x), packed.shape.n, packed.shape.longest, gpu)
     names = (TYPES[x.dtype], *SIXTEENTHS, how.tokens, how.bands)
     program = compiled("decode", ",".join(map(str, names)), text)
-    stage = tile.stage_bytes(len(x), how.bands)
+    stage = tile.stage_bytes(len(x), how.bands, packed.shape.longest)
     launch = (len(x), how.blocks, how.stages, how.smem, stage)
     return run(program, packed, *launch, x, bias, seed, gated).view(len(x), -1)
 
@@ -349,17 +350,18 @@ def test_panels_are_the_weights_rounded_once(n, k, dtype, compiled):
 
 
 MISTAKES = [
-    ("decode", r"barrier_wait\(ready, pass & 1\);", ";"),
-    ("decode", r"sync_some<kStop, 32 \* kReaders>\(\);", ";"),
+    ("decode", r"barrier_wait\(unread, pass - 1 & 1\)", "{}"),
+    ("decode", r"barrier_init\(full \+ 8 \* i, 4 \+ 32\)", "barrier_init(full + 8 * i, 3 + 32)"),
+    ("decode", r"\* \(kSetBytes / 2\)", "* 0"),  # the other half's outliers
     (
         "batch",
         r"barrier_init\(places\.full\(i\), kTeams \* kBands\)",
         "barrier_init(places.full(i), 1)",
     ),
-    ("batch", r"if \(from >= held\.left\) break;", "break;"),
+    ("batch", r"if \(held\.last\) break;", "break;"),
     ("batch", r"which == j \? more : 0", "0"),
     ("stripe", r"wait_copies<\d>\(\);", ";"),
-    ("stripe", r"store_smem_8\(place, 0, 0\);", ";"),  # outliers of the tile before
+    ("stripe", r"multiply_outliers<T, kTokens, kRecordK>\(", "(void)("),
 ]
 
 
@@ -371,16 +373,18 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     assert count, "the text has changed: mend the pattern"
     scheme, m = W2416(3.9, 0.02), 20 if kernel == "batch" else 2
     size = (272, 1024) if kernel == "stripe" else (112, 4096)  # the ring goes round
+    if "unread" in pattern:
+        size = (1040, 96)  # several passes
     tensors, x, _ = layer(scheme, *size, FP16)
     packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:m])
-    for seed in range(4):
+    for seed in range(8):
         try:
             if kernel == "batch":
                 cut = Cut(32, 1, 2)
                 y = product_of_many(compiled, packed, x[:m], None, seed, cut, broken)
             else:
                 call = product if kernel == "decode" else striped
-                y = call(compiled, packed, x[:m], None, seed, broken)
+                y = call(compiled, packed, x[:m], None, seed, broken, sms=2)
         except AssertionError:
             return  # the emulator stopped it
         if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):

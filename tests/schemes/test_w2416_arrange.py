@@ -134,18 +134,20 @@ class Band:
         return (code - 8) * number(self.short(record + 4096 + 2 * place), self.dtype)
 
     def outliers(self):
-        """(record, row, column in it, value), in order; rows between two marks are distinct."""
+        """(record, row, column in it, value), in order; the last set of each record is marked."""
         edges = self.lists + 32
         first = edges + 4 * ((self.two + self.four + 8) // 8 * 8)
         for record in range(self.two + self.four):
             begin, end = (self.word(edges + 4 * (record + i)) for i in range(2))
-            rows = set()
-            for at in range(begin, end):
+            assert begin < end
+            for at in range(begin * 32, end * 32):
                 entry = self.word(first + at * 4)
+                assert (entry & 0x8000 != 0) == (at // 32 == end - 1)
+                if entry & 0x4000:
+                    assert entry & 0xFFFF3FFF == 0
+                    continue
                 row = entry >> 8 & 63
-                rows = set() if entry & 0x8000 else rows
-                assert row not in rows and not entry & 0x4000
-                rows.add(row)
+                assert row // 32 == at // 16 % 2
                 yield record, row, entry & 255, number(entry >> 16, self.dtype)
 
 
@@ -238,9 +240,10 @@ def test_joined_layers_are_views_of_one(lists):
 
 
 def test_lists_are_dense():
-    scheme, n, k = W2416(2.91), 64, 4096
+    """At 0.1 % of outliers most records have one set: 2.7 % of a layer's bytes."""
+    scheme, n, k = W2416(2.91), 512, 4096
     tensors = scheme.random_tensors(n, k, FP16, torch.Generator().manual_seed(0))
     packed = arrange.pack(scheme, tensors)
-    words = packed.records.shape[1] - packed.shape.lists_at - arrange.HEAD
-    words -= outliers.edge_words(packed.shape.tiles)
-    assert words - 8 < tensors["outlier_place"].numel() <= words
+    shape, words = packed.shape, packed.records.shape[1]
+    lists = words - shape.lists_at - arrange.HEAD - outliers.edge_words(shape.tiles)
+    assert shape.tiles * 32 <= lists < 1.3 * shape.tiles * 32 < 0.035 * words

@@ -1,5 +1,5 @@
 // w2416_decode, or w2416_stripe, w2416_panel, w2416_order, w2416_batch (STRIPE, PANEL, ORDER, BATCH), on the
-// emulated GPU: SEED m n k tiles_2 tiles_4 sets band_words grid stages smem stage gated list_words whole <
+// emulated GPU: SEED m n k tiles_2 tiles_4 sets band_words grid stages smem stage gated list_bytes whole <
 // records columns x bias > out. KERNEL, THREADS, TOKENS and BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
@@ -12,8 +12,8 @@ int main(int, char** arguments) {
     memory_varies = atoi(*arguments) % 2;
     const int m = next(), n = next(), k = next(), tiles_2 = next(), tiles_4 = next(), sets = next();
     const int band_words = next(), grid = next(), stages = next(), smem_bytes = next(), stage_bytes = next();
-    const int gated = next(), list_words = next(), whole = next();
-    (void)list_words, (void)whole;
+    const int gated = next(), list_bytes = next(), whole = next();
+    (void)list_bytes, (void)whole;
     std::vector<unsigned char> records = take(), columns = take(), x = take(), bias = take();
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
     for (int i = 0; i < 3; ++i) {
@@ -45,7 +45,7 @@ int main(int, char** arguments) {
         using namespace billfish;
         const TensorMap map{(const u16*)x.data(), m, tiles_2 * 256 + tiles_4 * 128, TOKENS};
         KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
-               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, tiles_2, tiles_4, sets, band_words, list_words,
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, tiles_2, tiles_4, sets, band_words, list_bytes,
                whole, stages, stage_bytes, true, gated);
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");
@@ -59,10 +59,10 @@ int main(int, char** arguments) {
         using namespace billfish;
 #ifdef STRIPE
         KERNEL(records.data(), columns_at, (const u16*)x.data(), bias_at, out.data(), workspace.data(),
-               locks.data(), m, n, k, tiles_2, tiles_4, sets, band_words, stages);
+               locks.data(), m, n, k, tiles_2, tiles_4, sets, band_words, list_bytes, stages);
 #else
         KERNEL(records.data(), columns_at, (const u16*)x.data(), bias_at, out.data(), m, n, k, tiles_2,
-               tiles_4, sets, band_words, stages, stage_bytes, gated);
+               tiles_4, sets, band_words, list_bytes, stages, stage_bytes, gated);
 #endif
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");

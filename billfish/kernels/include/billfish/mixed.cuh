@@ -182,11 +182,10 @@ struct TwoPlaces {
 
 // acc (32 outputs x kTokens) += unit * weights (32 outputs x 256 inputs of 2 bits) * x^T. `by` is
 // the distance from places to this record. `lean` is power(kPlus + log2 unit). Zeros are (kZero +
-// kStep * code) / 16. The order of all sums is the same for every kTokens. `release` is called at
-// the end with a number that depends on every byte read.
-template <class T, int kZero, int kStep, int kTokens, class Release>
+// kStep * code) / 16. The order of all sums is the same for every kTokens.
+template <class T, int kZero, int kStep, int kTokens>
 BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
-                                  float (&acc)[2][kTokens / 8][4], Release release) {
+                                  float (&acc)[2][kTokens / 8][4]) {
     const u32 thread = kTokens > 8 ? thread_index() : threadIdx.x;  // kept, it costs registers
     const uint2 codes = load_smem_8(places.codes(thread) + by);
     const u32 zeros = load_smem_4(places.zeros(thread) + by);
@@ -227,7 +226,6 @@ BILLFISH_DEVICE void multiply_two(const TwoPlaces& places, u32 by, u32 lean,
             }
         }
     }
-    release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 
 struct FourPlaces {
@@ -289,15 +287,14 @@ BILLFISH_DEVICE void multiply_parts(const FourPlaces& places, u32 by, u32 marks,
 }
 
 // `by` is the distance from places and marks to this record.
-template <class T, int kTokens, class Release>
+template <class T, int kTokens>
 BILLFISH_DEVICE void multiply_four(const FourPlaces& places, u32 marks, u32 by, u32 lean, u32 more,
-                                   float (&acc)[2][kTokens / 8][4], Release release) {
+                                   float (&acc)[2][kTokens / 8][4]) {
     const u32 parts = load_smem_4(marks + by);
     if (parts == 0)
         multiply_parts<T, false, kTokens>(places, by, parts, lean, more, acc);
     else
         multiply_parts<T, true, kTokens>(places, by, parts, lean, more, acc);
-    release(acc[0][kTokens / 8 - 1][0] + acc[1][kTokens / 8 - 1][0]);
 }
 
 }  // namespace billfish

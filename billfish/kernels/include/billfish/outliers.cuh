@@ -1,18 +1,18 @@
-// A layer of 2-bit and 4-bit records with outliers, and the warps that add them.
+// A layer of 2-bit and 4-bit records with outliers, and the product with a record's outliers.
 #pragma once
 
 #include "billfish/mixed.cuh"
-#include "billfish/warp.cuh"
 
 namespace billfish {
 
 // A layer's records: of each band those of 2 bits, those of 4 bits, and outliers: `kHead` words, of
-// which the first is log2 of the band's unit; where the list of each record begins, and their end;
-// the entries. An outlier is value << 16 | row << 8 | column of the record, and kAgain where rows
-// begin again: entries from one such to the next have distinct rows. Beside them, columns[i] is the
-// column of x with which group i of 16 inputs of the records begins, -1 for none.
-constexpr int kHead = 8;
-constexpr u32 kAgain = 0x8000;
+// which the first is log2 of the band's unit; which set the list of each record begins with, and
+// where the last one ends; the sets. A set is 16 entries for outputs 0 to 31 of the record and 16
+// for the others. An entry is value << 16 | row << 8 | column of the record; kEmpty fills sets up,
+// kLast marks all entries of a record's last set. Every record has a set. Beside them, columns[i]
+// is the column of x with which group i of 16 inputs of the records begins, -1 for none.
+constexpr int kHead = 8, kSetBytes = 128;
+constexpr u32 kLast = 0x8000, kEmpty = 0x4000;
 
 struct MixedLayer {
     const unsigned char* records;
@@ -23,125 +23,64 @@ struct MixedLayer {
     BILLFISH_DEVICE const unsigned char* band(int index) const {
         return records + static_cast<u64>(index) * band_words * 4;
     }
-    BILLFISH_DEVICE const u32* lists(int index) const {
+    BILLFISH_DEVICE const u32* head(int index) const {
         return reinterpret_cast<const u32*>(band(index) + two * kTwoBytes + four * four_bytes());
     }
-    BILLFISH_DEVICE int edge_words() const { return (two + four + 8) / 8 * 8; }
-};
-
-constexpr int kListWarps = 2;
-
-// The lists of one stage that a list warp adds: of two of its four records. Each warp has sums of
-// its own, of 64 outputs or twice 64: two warps never add to the same, and one adds in a fixed
-// order.
-template <class T, int kTokens, int kBands>
-struct Outliers {
-    static constexpr int kSlices = 4 / kBands, kMine = 4 / kListWarps;
-    static constexpr int kRegions = kBands == 4 ? kMine : 1;  // of 64 outputs
-    static constexpr int kRegionBytes = kRecordN * kTokens * 4;
-    const MixedLayer& layer;
-    int first_band, warp, lane;
-    u32 edges = 0, entries[kMine];  // lanes 2 i and 2 i + 1: ends of list i; the first 32 of each
-
-    BILLFISH_DEVICE Outliers(const MixedLayer& layer, int first_band, int warp, int lane)
-        : layer(layer), first_band(first_band), warp(warp), lane(lane) {}
-
-    // Record i of this warp: of which band, and which slice. As records lie in a stage.
-    BILLFISH_DEVICE int band(int i) const { return (warp * kMine + i) / kSlices; }
-    BILLFISH_DEVICE int slice(int i) const { return (warp * kMine + i) % kSlices; }
-    BILLFISH_DEVICE const u32* list(int i) const {
-        return layer.lists(first_band + band(i)) + kHead + layer.edge_words();
-    }
-
-    // Where the lists of the records from slice `first` of `span` on are; `tile` is slice 0.
-    BILLFISH_DEVICE void find(int have, int tile, int first, int span) {
-        const int i = lane / 2, at = first + slice(i);
-        const bool there = i < kMine && band(i) < have && at < span;
-        edges = there ? layer.lists(first_band + band(i))[kHead + tile + at + lane % 2] : 0;
-    }
-    BILLFISH_DEVICE void fetch() {
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const u32 at = shuffle(edges, 2 * i) + lane, end = shuffle(edges, 2 * i + 1);
-            entries[i] = at < end ? list(i)[at] : 0;
-        }
-    }
-
-    BILLFISH_DEVICE void take(const Outliers& other) {
-        edges = other.edges;
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) entries[i] = other.entries[i];
-    }
-
-    // Adds outlier * x to sums, an outlier a lane; returns a number that depends on all of x that
-    // it has read. `x_line` is the bytes of x of a token in a slice.
-    BILLFISH_DEVICE float add(u32 x, int x_line, u32 sums, int m) const {
-        float seen = 0;
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const u32 begin = shuffle(edges, 2 * i), end = shuffle(edges, 2 * i + 1);
-            u32 one = entries[i];
-#pragma unroll 1
-            for (u32 at = begin; at < end; at += 32) {
-                const u32 next = at + 32 + lane < end ? list(i)[at + 32 + lane] : 0;
-                const u32 count = min(end - at, 32u);
-                const u32 from = x + slice(i) * x_rows(kTokens, m) * x_line;
-                const u32 to = sums + (kRegions > 1 ? i : 0) * kRegionBytes +
-                               (one >> 8 & 63) * kTokens * 4;
-                u32 again = ballot(one & kAgain) & ~1u;
-#pragma unroll 1
-                for (u32 first = 0, last; first < count; first = last) {
-                    again &= first ? again - 1 : again;  // without the one at `first`
-                    last = again ? 31 - __clz(again & 0 - again) : count;
-                    if (lane >= first && lane < last)
-                        seen += add_one(one, from, x_line, to, m);
-                    __syncwarp();  // the rows from `last` on may be the same
-                }
-                one = next;
-            }
-        }
-        return seen;
-    }
-
-    // `x` is token 0's line. The second token of a pair may not be there: what is read instead
-    // changes only sums that nobody stores. Eight tokens are loaded before one is stored: they do
-    // not wait for each other. And rows do not meet in two banks: 16 sums are 64 bytes, so pairs of
-    // a row change places (spread).
-    static BILLFISH_DEVICE float add_one(u32 one, u32 x, int x_line, u32 to, int m) {
-        const float value = T::to_float(one >> 16);
-        const u32 place = (one & 255) * 2, moved = spread(one >> 8 & 63);
-        float seen = 0;
-#pragma unroll
-        for (int first = 0; first < kTokens; first += 8) {
-            float a[4], b[4];
-            uint2 old[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (first + 2 * i >= m) break;
-                const u32 from = x + (first + 2 * i) * x_line + (place ^ 32 * i);
-                a[i] = T::to_float(load_smem_2(from));
-                b[i] = T::to_float(load_smem_2((from + x_line) ^ 16));
-                old[i] = load_smem_8(to + (first * 4 + i * 8 ^ moved));
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (first + 2 * i >= m) break;
-                store_smem_8(to + (first * 4 + i * 8 ^ moved),
-                             fmaf(value, a[i], __uint_as_float(old[i].x)),
-                             fmaf(value, b[i], __uint_as_float(old[i].y)));
-                seen += a[i] + b[i];
-            }
-        }
-        return seen;
-    }
-    // Where a row's sums of tokens 2 pair and 2 pair + 1 are.
-    static BILLFISH_DEVICE u32 place(u32 row, u32 pair) {
-        return row * kTokens * 4 + (pair * 8 ^ spread(row));
-    }
-    static BILLFISH_DEVICE u32 spread(u32 row) {
-        constexpr u32 kPairs = kTokens / 2, kRows = 16 / kPairs;  // of 128 bytes, all banks
-        return row / kRows % kPairs * 8;
+    BILLFISH_DEVICE const u32* edges(int index) const { return head(index) + kHead; }
+    BILLFISH_DEVICE const unsigned char* list(int index, u32 set) const {
+        return reinterpret_cast<const unsigned char*>(edges(index) + (two + four + 8) / 8 * 8) +
+               set * kSetBytes;
     }
 };
+
+// 2^e as two factors of T, either of which it can hold where it cannot hold 2^e.
+template <class T>
+struct Unit {
+    u32 first, second;
+    BILLFISH_DEVICE explicit Unit(int e) : first(power<T>(e / 2)), second(power<T>(e - e / 2)) {}
+};
+
+// acc (32 outputs x kTokens) += unit * outliers * x^T on the tensor cores: a set's 16 columns of x
+// are a k16 step in which every input has one output. Lane 4 r + c has entries 4 c to 4 c + 3 and
+// keeps those of rows r, r + 8, r + 16 and r + 24. `list` is the half's first set in shared memory,
+// `x` token 0's line, of kInputs.
+template <class T, int kTokens, int kInputs>
+BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 lane, Unit<T> unit,
+                                       float (&acc)[2][kTokens / 8][4]) {
+    const u32 token = min(lane / 4, rows - 1u), line = x + token * kInputs * 2;
+#pragma unroll 1
+    for (u32 at = list + lane % 4 * 16;; at += kSetBytes) {
+        const uint4 v = load_smem_16(at);
+        const u32 one[4] = {v.x, v.y, v.z, v.w};
+        u32 mine[4], b[kTokens / 8][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // byte t is 255 if it is of row r + 8 t
+            mine[i] = (1u << (one[i] / 256 - lane / 4) % 32 & 0x01010101u) * 255;
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block)
+                b[block][i] = load_smem_2(line + block * 8 * kInputs * 2 +
+                                          (one[i] % 256 * 2 ^ token * 16));
+        }
+        u32 value[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            value[i] = T::mul(T::mul(pick_bytes(one[2 * i], one[2 * i + 1], 0x7632), unit.first),
+                              unit.second);
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // row r or r + 8 of the brick, entries 0, 1 or 2, 3
+                const u32 t = brick * 2 + i % 2, first = i / 2 * 2;
+                a[i] = value[i / 2] & pick_bytes(mine[first], mine[first + 1], t * 0x1111 + 0x4400);
+            }
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block)
+                T::mma(acc[brick][block], a, pick_bytes(b[block][0], b[block][1], 0x5410),
+                       pick_bytes(b[block][2], b[block][3], 0x5410));
+        }
+        if (one[0] & kLast) break;
+    }
+}
 
 }  // namespace billfish

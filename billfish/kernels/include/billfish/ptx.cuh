@@ -47,6 +47,9 @@ BILLFISH_DEVICE u32 upper_twice(u32 v) {
     return d;
 }
 
+// Bytes of a (0 to 3) and b (4 to 7), a digit of `which` for each.
+BILLFISH_DEVICE u32 pick_bytes(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
+
 // -- shared memory
 
 // 16 bytes a thread; no bank conflicts where eight neighbours touch 128 distinct bytes.

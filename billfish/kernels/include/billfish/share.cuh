@@ -122,10 +122,12 @@ struct Sums {
     }
 
     // Adds the parts of this block's rows, output `first` and on, and stores the results. `gated`:
-    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results.
+    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results. Returns
+    // a number that depends on all that was read.
     template <class T, int kRun, class Worker>
-    static BILLFISH_DEVICE void store(u32 buffer, const u16* bias, u16* out, const Worker& me,
+    static BILLFISH_DEVICE float store(u32 buffer, const u16* bias, u16* out, const Worker& me,
                                       int m, int n, int first, int rows, bool gated) {
+        float seen = 0;
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows) continue;  // all lanes: rows are a multiple of 32
@@ -135,6 +137,7 @@ struct Sums {
                 part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
 #pragma unroll
             for (int i = 0; i < kParts; ++i) total += part[i];
+            seen += total;
             if (gated) {  // n is a multiple of 2 kRun; n / 2 would cost a register, and spill
                 const float up = shuffle_xor(total, kRun);
                 const u32 y = swiglu<T>(T::from_float(total), T::from_float(up));
@@ -147,6 +150,7 @@ struct Sums {
             if (bias != nullptr) total += T::to_float(bias[first + row]);
             out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
         }
+        return seen;
     }
 };
 

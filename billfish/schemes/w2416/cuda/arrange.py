@@ -45,7 +45,7 @@ class Shape:
     two: int  # groups of 2 bits of a part
     four: int
     dtype: torch.dtype  # of scales and outliers
-    longest: int = 0  # entries that the longest list of outliers may have
+    longest: int = 1  # sets of outliers that a record may have
 
     @property
     def bands(self) -> int:

@@ -4,7 +4,7 @@
 // wgmma's A fragments in registers. x comes in the order of the records (order.cuh).
 //
 //     stage        128 inputs: half a record of 2 bits, or one of 4 bits, and its list of outliers,
-//                  which has at most list_words - 3
+//                  which has at most list_bytes
 //     warps 0, 1   producers: bulk copies of records and lists, a thread for each band; TMA copies
 //                  of x
 //     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
@@ -20,15 +20,13 @@
 namespace billfish {
 
 constexpr int kTwoHalf = kTwoScales / 2, kTwoMore = kTwoBytes - kTwoScales;
-constexpr u32 kNone = 0x4000;  // an entry that is at no place
 
-// What a band has in a stage: its record, the words of its list, from a multiple of four on, and
-// where the list begins and ends. batch.py counts the same.
+// What a band has in a stage: its record, and the record's list. batch.py counts the same.
 struct BandPlace {
     int list, bytes;  // offset of the list; of all
-    constexpr BILLFISH_DEVICE BandPlace(int four_bytes, int list_words)
+    constexpr BILLFISH_DEVICE BandPlace(int four_bytes, int list_bytes)
         : list(four_bytes > kTwoHalf + kTwoMore ? four_bytes : kTwoHalf + kTwoMore),
-          bytes(list + 16 + list_words * 4) {}
+          bytes(list + list_bytes) {}
 };
 
 // Registers of a producer and of a consumer: with these nothing is spilled but a few numbers of a
@@ -69,7 +67,7 @@ BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, 
             const u32 full = places.full(slot.index);
             const u32 to = places.ring() + slot.index * stage_bytes + x_bytes(kTokens) +
                            mine * at.bytes;
-            u32 begin = 0, end = 0, bytes = mine == 0 ? x_bytes(kTokens) : 0;
+            u32 bytes = mine == 0 ? x_bytes(kTokens) : 0;
             barrier_wait(places.empty(slot.index), slot.parity);
             if (band < bands) {
                 const unsigned char* from = layer.band(band);
@@ -82,51 +80,46 @@ BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, 
                     from += layer.two * kTwoBytes + (i - 2 * layer.two) * size, bytes += size;
                     copy_bulk(to, from, size, full, policy);
                 }
-                const u32* list = layer.lists(band) + kHead;
-                const int record = two ? i / 2 : i - layer.two;
-                begin = list[record], end = list[record + 1];  // mostly from L1
-                if (begin < end) {
-                    const u32 first = begin & ~3u, some = ((end + 3 & ~3u) - first) * 4;
-                    copy_bulk(to + at.list + 16, list + layer.edge_words() + first, some, full,
-                              policy);
-                    bytes += some;
-                }
+                const u32* edge = layer.edges(band) + (two ? i / 2 : i - layer.two);
+                const u32 set = edge[0], some = (edge[1] - set) * kSetBytes;  // mostly from L1
+                copy_bulk(to + at.list, layer.list(band, set), some, full, policy);
+                bytes += some;
             }
-            store_smem_8(to + at.list, __uint_as_float(begin), __uint_as_float(end));
             barrier_arrive_expect(full, bytes);
             slot.next(stages);
         }
     }
 }
 
-// A list of outliers in shared memory, of which every lane holds one of the first 32.
+// Two sets of a list of outliers in shared memory: every lane holds an entry.
 struct Held {
-    u32 one;
-    int left;
-    BILLFISH_DEVICE void load(u32 list, int lane) {
-        const uint2 edges = load_smem_8(list);
-        left = edges.y - edges.x;
-        one = entry(list, lane);
-    }
-    BILLFISH_DEVICE u32 entry(u32 list, int lane) const {
-        return lane < left ? load_smem_4(list + 16 + (load_smem_4(list) % 4 + lane) * 4) : kNone;
+    u32 one, last;  // `last`: the list has no more
+    BILLFISH_DEVICE void load(u32 list, int lane) {  // of 32 outputs
+        one = load_smem_4(list + lane % 16 * 4);
+        last = one & kLast;
+        if (last) {
+            one = lane < 16 ? one : kEmpty;
+        } else {
+            const u32 second = load_smem_4(list + kSetBytes + lane % 16 * 4);
+            last = second & kLast;
+            one = lane < 16 ? one : second;
+        }
     }
 };
 
 // Adds the outliers of a list that are among a warp's 16 outputs and 64 inputs (`key`, bits of an
 // entry) to its fragments of k16 steps `first` to first + kSteps - 1. `scale` is the unit.
 template <class T, bool kTwo, int kSteps>
-BILLFISH_DEVICE void add_outliers(const Held& held, u32 list, u32 key, int first, float scale,
-                                  int lane, u32 (&a)[kSteps][4]) {
+BILLFISH_DEVICE void add_outliers(Held held, u32 list, u32 key, int first, float scale, int lane,
+                                  u32 (&a)[kSteps][4]) {
     // the bit of a column that tells the later two steps from the first two
     constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;
-    constexpr u32 kPlace = kNone | 0x30c0 | kStepBit;
+    constexpr u32 kPlace = kEmpty | 0x30c0 | kStepBit;
     key |= first ? kStepBit : 0;
-    u32 one = held.one;
-    for (int from = 0;;) {
+    for (;;) {
 #pragma unroll 1
-        for (u32 mine = ballot((one & kPlace) == key); mine; mine &= mine - 1) {
-            const u32 entry = shuffle(one, 31 - __clz(mine & 0 - mine));
+        for (u32 mine = ballot((held.one & kPlace) == key); mine; mine &= mine - 1) {
+            const u32 entry = shuffle(held.one, 31 - __clz(mine & 0 - mine));
             const u32 column = entry % 64, inside = column % 16;
             const u32 owner = entry / 256 % 8 * 4 + (kTwo ? column / 16 : inside / 2 % 4);
             const u32 step = (kTwo ? inside / 4 : column / 16) % kSteps;
@@ -140,9 +133,9 @@ BILLFISH_DEVICE void add_outliers(const Held& held, u32 list, u32 key, int first
                 for (u32 j = 0; j < 4; ++j) a[i][j] = T::add(a[i][j], which == j ? more : 0);
             }
         }
-        from += 32;
-        if (from >= held.left) break;  // up to 0.2 % of outliers few lists are longer
-        one = held.entry(list, from + lane);
+        if (held.last) break;  // up to 0.2 % of outliers few lists have more than two sets
+        list += 2 * kSetBytes;
+        held.load(list, lane);
     }
 }
 
@@ -191,7 +184,7 @@ __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 
 w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
             u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int tiles_2,
-            int tiles_4, int sets, int band_words, int list_words, int whole, int stages,
+            int tiles_4, int sets, int band_words, int list_bytes, int whole, int stages,
             int stage_bytes, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     // k16 steps that are decoded at a time: with four and two blocks on an SM, registers would not
@@ -202,7 +195,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     extern __shared__ __align__(1024) unsigned char smem[];
     const BatchPlaces places{smem_address(smem)};
     const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
-    const BandPlace at(layer.four_bytes(), list_words);
+    const BandPlace at(layer.four_bytes(), list_bytes);
     const int bands = (n + kRecordN - 1) / kRecordN;
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
@@ -239,8 +232,9 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         int unit[kBands];  // log2 of it
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
-            unit[band] = static_cast<int>(*layer.lists(min(first_band + band, bands - 1)));
+            unit[band] = static_cast<int>(*layer.head(min(first_band + band, bands - 1)));
         float acc[kBands][kTokens / 2] = {};
+        const int list = at.list + warp / 2 * (kSetBytes / 2);  // of this warp's 32 outputs
         // `count` stages of one kind. `load` has what the fragments of 64 inputs need, and makes
         // them.
         const auto run = [&](int count, auto kind, auto load) {
@@ -256,7 +250,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                 Held held[kBands];
 #pragma unroll
                 for (int band = 0; band < kBands; ++band)
-                    held[band].load(first_record + band * at.bytes + at.list, lane);
+                    held[band].load(first_record + band * at.bytes + list, lane);
 #pragma unroll
                 for (int step = 0; step < 2 * kBands; ++step) {
                     const int k64 = step / kBands, band = step % kBands;
@@ -267,7 +261,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                         u32(&now)[kSteps][4] = a[(step * 4 + first) / kSteps % 2];
 #pragma unroll
                         for (int k16 = 0; k16 < kSteps; ++k16) fragment(first + k16, now[k16]);
-                        add_outliers<T, kTwo>(held[band], record + at.list,
+                        add_outliers<T, kTwo>(held[band], record + list,
                                               warp << 12 | (half * 2 + k64) << 6, first,
                                               __uint_as_float(127 + unit[band] << 23), lane, now);
                         wgmma_fence();

@@ -9,6 +9,7 @@ from billfish.kernels import tensor_map, tiles, workspace
 from billfish.kernels.device import Gpu
 from billfish.schemes.w2416.cuda.arrange import FOUR_K, TWO_K, TWO_WORDS, Shape
 from billfish.schemes.w2416.cuda.instances import batch_kernel, order_kernel
+from billfish.schemes.w2416.cuda.tile import list_bytes
 
 ORDER_THREADS = 256  # order.cuh
 MOST_ROWS = 256  # of CTAs of w2416_order; each takes several tokens
@@ -24,14 +25,9 @@ def inputs(shape: Shape) -> int:
     return stages_along_k(shape) * FOUR_K
 
 
-def list_words(shape: Shape) -> int:
-    """Room for a list of outliers that is copied from a multiple of four entries on."""
-    return (shape.longest + 6) // 4 * 4
-
-
 def band_bytes(shape: Shape) -> int:
-    """A band's record in a stage, its list, and where that begins and ends."""
-    return max(HALF_BYTES, shape.four_words * 4) + 16 + list_words(shape) * 4
+    """A band's record in a stage, and its outliers."""
+    return max(HALF_BYTES, shape.four_words * 4) + list_bytes(shape.longest)
 
 
 class Launcher:
@@ -59,7 +55,7 @@ class Launcher:
         grid = (-(-width // (8 * ORDER_THREADS)), min(m, MOST_ROWS))
         ordering = (m, shape.k, width, shape.tiles_2 * (TWO_K // 64))
         sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.tiles_2, shape.tiles_4, shape.sets)
-        rest = (list_words(shape), how.whole, how.stages, how.stage_bytes, how.early, gated)
+        rest = (list_bytes(shape.longest), how.whole, how.stages, how.stage_bytes, how.early, gated)
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor

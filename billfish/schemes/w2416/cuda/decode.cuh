@@ -1,18 +1,17 @@
 // w2416_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, sm_90.
 //
 // One launch: of each pass first the 2-bit inputs, then the 4-bit inputs, in records (mixed.cuh),
-// and beside them the outliers. Clusters, stages and sums are share.cuh's.
+// each with its outliers (outliers.cuh). Clusters, stages and sums are share.cuh's.
 //
-//     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
-//                  previous kernel has ended (PDL), since weights do not depend on it
+//     warp 0       producer: bulk copies of records and lists, a lane for each of a stage's four,
+//                  `stages` deep; the first are issued before the previous kernel has ended (PDL),
+//                  since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended,
 //                  gathered into the order of the records: groups of 16 inputs, 32 bytes each
-//     warps 2, 3   outliers of each stage, from x in shared memory, into fp32 sums there
-//     warps 4-11   consumers: 32 outputs x 256 (2 bits) or 128 (4 bits) inputs at a time
+//     warps 2-9    consumers: 32 outputs x 256 (2 bits) or 128 (4 bits) inputs at a time
 //
-// Outliers' sums and the partial sums of other warps and blocks lie in the same memory, one after
-// the other: sums of a pass are sent only when both blocks have read their outliers (`ready`). Two
-// blocks fit on an SM.
+// The other block's sums of a pass may come once all warps here have read those of the pass before
+// (`unread`). Two blocks fit on an SM.
 #pragma once
 
 #include "billfish/outliers.cuh"
@@ -20,22 +19,19 @@
 
 namespace billfish {
 
-constexpr int kFirstListWarp = 2;
-constexpr int kFirstMixedWarp = kFirstListWarp + kListWarps;
+constexpr int kFirstMixedWarp = 2;
 constexpr int kMixedThreads = 32 * (kFirstMixedWarp + kMathWarps);
 static_assert(kFirstMixedWarp % 2 == 0, "TwoPlaces, FourPlaces");
-constexpr int kReaders = kListWarps + kMathWarps;  // warps that read a stage
 constexpr int kMostSets = 8;  // of scales in a record of 4 bits: it has 8 groups of inputs
 
-// One stage of the ring: four records and their activations, one, two or four bands.
-template <int kTokens, int kBands>
+// One stage of the ring: four records of one, two or four bands, their lists of outliers, and their
+// activations.
+template <int kBands>
 struct MixedStage {
     static constexpr int kSlices = 4 / kBands;
     static constexpr int kMostFour = kFourScales + kMostSets * kFourSetBytes + kFourMarkBytes;
-    static constexpr int kX = (4 * kMostFour + 127) / 128 * 128;  // byte offset
-    static constexpr BILLFISH_DEVICE int bytes(int m) {
-        return kX + kSlices * x_rows(kTokens, m) * kTwoK * 2;
-    }
+    static constexpr int kLists = (4 * kMostFour + 127) / 128 * 128;  // byte offset
+    static constexpr BILLFISH_DEVICE int x(int list_bytes) { return kLists + 4 * list_bytes; }
     static_assert(kTwoBytes <= kMostFour && kTwoK == 2 * kRecordK, "both kinds of record fit");
 };
 
@@ -43,25 +39,24 @@ struct MixedStage {
 constexpr int kMixedBarrierBytes = 256;
 
 // `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others
-// their ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh.
+// their ups, and `out` is (m, n / 2). kZero and kStep: mixed.cuh. No record's list of outliers has
+// more than `list_bytes`.
 template <class T, int kZero, int kStep, int kTokens, int kBands>
 __global__ void __launch_bounds__(kMixedThreads, 2)
 w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ columns,
              const u16* __restrict__ x, const u16* __restrict__ bias, u16* __restrict__ out, int m,
-             int n, int k, int tiles_2, int tiles_4, int sets, int band_words, int stages,
-             int stage_bytes, bool gated) {
+             int n, int k, int tiles_2, int tiles_4, int sets, int band_words, int list_bytes,
+             int stages, int stage_bytes, bool gated) {
 #if __CUDA_ARCH__ >= 900
-    using Stage = MixedStage<kTokens, kBands>;
+    using Stage = MixedStage<kBands>;
     using Exchange = Sums<kTokens, kBands>;
     using Me = Worker<kBands * 2, kFirstMixedWarp>;
-    using Lists = Outliers<T, kTokens, kBands>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
-    constexpr u32 kStop = 1, kGo = 2;  // named barriers of the warps that read a stage
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    const u32 full = base, empty = base + 64, reduced = base + 128, ready = base + 136;
-    const u32 unread = base + 144;  // where a block's word lands that it may be sent sums
+    const u32 full = base, empty = base + 64, reduced = base + 128, unread = base + 136;
+    const u32 word = base + 144;  // where a block's word lands that it may be sent sums
     const u32 ring = base + kMixedBarrierBytes, sums = ring + stages * stage_bytes;
     const int rows = x_rows(kTokens, m);  // of x in shared memory
     const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
@@ -70,54 +65,61 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
-            barrier_init(empty + 8 * i, kReaders);
+            barrier_init(full + 8 * i, 4 + 32);  // four lanes' bulk copies, each lane's copies of x
+            barrier_init(empty + 8 * i, kMathWarps);
         }
         barrier_init(reduced, 1);
-        barrier_init(ready, 1 + kMathWarps);
+        barrier_init(unread, 1 + kMathWarps);
         barrier_init_fence();
     }
     __syncthreads();
     cluster_arrive();
 
-    if (warp < kFirstListWarp) {
+    if (warp < kFirstMixedWarp) {
         const PairedShare two(n, tiles_2), four(n, tiles_4);
         const int passes = two.passes(kBands);
         Slot slot;
         slot.parity = 1;  // the first round finds every slot empty
         if (warp == 0) {
-            if (lane == 0) {
+            if (lane < 4) {
                 const u64 policy = evict_first_policy();
+                const int sub = lane % kSlices;
                 for (int pass = 0; pass < passes; ++pass) {
                     const int begin = two.before(pass, passes);
                     const int have = two.before(pass + 1, passes) - begin;
+                    const int band = two.first_band + begin + lane / kSlices;
 #pragma unroll 1
                     for (int kind = 0; kind < 2; ++kind) {
                         const int record = kind ? layer.four_bytes() : kTwoBytes;
-                        const int span = kind ? four.span : two.span;
+                        const int first = kind ? four.k_begin : two.k_begin;
+                        const int span = lane / kSlices < have ? kind ? four.span : two.span : 0;
                         const unsigned char* from =
-                            layer.band(two.first_band + begin) +
-                            (kind ? tiles_2 * kTwoBytes + four.k_begin * record
-                                  : two.k_begin * record);
-                        for (int slice = 0; slice < span; slice += kSlices) {
-                            const u32 bytes = min(kSlices, span - slice) * record;
+                            layer.band(band) + kind * tiles_2 * kTwoBytes + first * record;
+                        const u32* edges = layer.edges(band) + kind * tiles_2 + first;
+                        u32 set = 0, end = 0;  // known a stage ahead: they come from memory
+                        if (sub < span) set = edges[sub], end = edges[sub + 1];
+                        for (int slice = sub; slice - sub < (kind ? four.span : two.span);
+                             slice += kSlices) {
+                            const u32 here = set, bytes = (end - set) * kSetBytes;
+                            if (slice + kSlices < span)
+                                set = edges[slice + kSlices], end = edges[slice + kSlices + 1];
                             const u32 to = ring + slot.index * stage_bytes;
                             const u32 barrier = full + 8 * slot.index;
                             barrier_wait(empty + 8 * slot.index, slot.parity);
-                            barrier_arrive_expect(barrier, have * bytes);
-#pragma unroll
-                            for (int band = 0; band < kBands; ++band) {
-                                if (band < have)
-                                    copy_bulk(to + band * kSlices * record,
-                                              from + static_cast<u64>(band) * band_words * 4, bytes,
-                                              barrier, policy);
+                            if (slice < span) {
+                                barrier_arrive_expect(barrier, record + bytes);
+                                copy_bulk(to + lane * record, from + slice * record, record,
+                                          barrier, policy);
+                                copy_bulk(to + Stage::kLists + lane * list_bytes,
+                                          layer.list(band, here), bytes, barrier, policy);
+                            } else {
+                                barrier_arrive(barrier);
                             }
-                            from += kSlices * record;
                             slot.advance(stages);
                         }
                     }
                 }
-                if (passes == 0) linger(two.most_bands * (two.span + four.span));
+                if (passes == 0 && lane == 0) linger(two.most_bands * (two.span + four.span));
             }
             __syncwarp();
         } else {
@@ -136,7 +138,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                                               ? table[(slice + sub) * groups + lane / 2 % groups]
                                               : -1;
                         barrier_wait(empty + 8 * slot.index, slot.parity);
-                        const u32 to = ring + slot.index * stage_bytes + Stage::kX;
+                        const u32 to = ring + slot.index * stage_bytes + Stage::x(list_bytes);
 #pragma unroll
                         for (int sub = 0; sub < kSlices; ++sub) {
                             const u32 here = to + sub * rows * groups * 32;
@@ -156,51 +158,6 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     }
 
     Slot slot;
-    if (warp < kFirstMixedWarp) {
-        const PairedShare two(n, tiles_2), four(n, tiles_4);
-        const int passes = two.passes(kBands), own = warp - kFirstListWarp;
-        const int few = (two.span + kSlices - 1) / kSlices;  // stages of 2 bits
-        const int all = few + (four.span + kSlices - 1) / kSlices;
-        cluster_wait();
-        for (int pass = 0; pass < passes; ++pass) {
-            const int begin = two.before(pass, passes);
-            const int have = two.before(pass + 1, passes) - begin;
-            const int band = two.first_band + begin;
-            const auto find = [&](Lists& lists, int stage) {
-                if (stage < few)
-                    lists.find(have, two.k_begin, stage * kSlices, two.span);
-                else
-                    lists.find(have, tiles_2 + four.k_begin, (stage - few) * kSlices, four.span);
-            };
-            constexpr int kSumsBytes = Lists::kRegions * Lists::kRegionBytes;
-            const u32 mine = sums + own * kSumsBytes;
-            const float zeros[4] = {};
-            for (int i = lane * 16; i < kSumsBytes; i += 32 * 16) store_smem_16(mine + i, zeros);
-            __syncwarp();
-            // Places are known two stages ahead, entries one: both come from memory.
-            Lists here(layer, band, own, lane), next = here, later = here;
-            find(here, 0);
-            find(next, 1);
-            here.fetch();
-            if (pass == 0) dependency_wait();  // rather than polling a barrier until x arrives
-            for (int stage = 0; stage < all; ++stage) {
-                next.fetch();
-                find(later, stage + 2);
-                barrier_wait(full + 8 * slot.index, slot.parity);
-                const u32 at = ring + slot.index * stage_bytes + Stage::kX;
-                const float seen =
-                    here.add(at, (stage < few ? kTwoK : kRecordK) * 2, mine, m);
-                __syncwarp();
-                barrier_arrive_after(empty + 8 * slot.index, seen, lane == 0);
-                slot.advance(stages);
-                here.take(next), next.take(later);
-            }
-            sync_some<kStop, 32 * kReaders>();
-            if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
-        }
-        return;
-    }
-
     cluster_wait();  // the other block's barriers must exist before the first remote store
     for (int pass = 0; pass < PairedShare(n, tiles_2).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
@@ -208,7 +165,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const PairedShare share(n, tiles_2);
             const int passes = share.passes(kBands), begin = share.before(pass, passes);
             const int band = min(Me().band, share.before(pass + 1, passes) - begin - 1);
-            return static_cast<int>(*layer.lists(share.first_band + begin + band));
+            return static_cast<int>(*layer.head(share.first_band + begin + band));
         };
         const auto run = [&](int tiles, auto multiply) {
             int rounds, mine;  // stages, and those in which this warp has work
@@ -221,41 +178,53 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
             }
             for (; rounds > 0; --rounds, --mine) {
-                const auto release = [&](float seen) {
-                    __syncwarp();
-                    barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
-                };
                 barrier_wait(full + 8 * slot.index, slot.parity);
-                if (mine > 0)
-                    multiply(slot.index * stage_bytes, release);
-                else
-                    release(0);
+                if (mine > 0) multiply(slot.index * stage_bytes);
+                __syncwarp();
+                float seen = 0;  // it depends on every byte read
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    seen += acc[0][block][0] + acc[1][block][0];
+                barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
                 slot.advance(stages);
             }
         };
+        // Lists of outliers lie like records; a set has 64 bytes for each half of a record.
+        const auto list = [&] {
+            const Me me;
+            return ring + Stage::kLists + (me.band * kSlices + me.sub) * list_bytes +
+                   me.within % 2 * (kSetBytes / 2);
+        };
         {
             const Me me;
+            const u32 x_at = ring + Stage::x(list_bytes) + me.sub * rows * kTwoK * 2;
             // thread_index(): from threadIdx they would be computed again in every round
-            const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes,
-                                   ring + Stage::kX + me.sub * rows * kTwoK * 2, thread_index(),
-                                   rows);
-            const u32 lean = power<T>(unit() + Scaled<T>::kPlus);
+            const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes, x_at,
+                                   thread_index(), rows);
+            const int e = unit();
+            const u32 lists = list(), lean = power<T>(e + Scaled<T>::kPlus);
+            const Unit<T> scale(e);
             if (pass == 0) dependency_wait();
-            run(tiles_2, [&](u32 by, auto release) {
-                multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc, release);
+            run(tiles_2, [&](u32 by) {
+                multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc);
+                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows,
+                                                     thread_index() % 32, scale, acc);
             });
         }
         {
             const Me me;
             const u32 record = ring + (me.band * kSlices + me.sub) * layer.four_bytes();
-            const FourPlaces places(record, ring + Stage::kX + me.sub * rows * kRecordK * 2,
-                                    thread_index(), rows);
-            const u32 marks = record + kFourScales + sets * kFourSetBytes;
-            const int plus = unit() + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
+            const u32 x_at = ring + Stage::x(list_bytes) + me.sub * rows * kRecordK * 2;
+            const FourPlaces places(record, x_at, thread_index(), rows);
+            const u32 marks = record + kFourScales + sets * kFourSetBytes, lists = list();
+            const int e = unit(), plus = e + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
-            run(tiles_4, [&](u32 by, auto release) {
-                multiply_four<T, kTokens>(places, marks, by, lean, more, acc, release);
+            const Unit<T> scale(e);
+            run(tiles_4, [&](u32 by) {
+                multiply_four<T, kTokens>(places, marks, by, lean, more, acc);
+                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows,
+                                                        thread_index() % 32, scale, acc);
             });
         }
 
@@ -265,41 +234,23 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         const int have = share.before(pass + 1, passes) - share.before(pass, passes);
         const int rank = cluster_rank(), owned = have * (kRecordN / kCluster);  // rows of a block
         const float real = __uint_as_float(127 - unit() << 23);  // 1 / unit
-        sync_some<kStop, 32 * kReaders>();
-        float seen = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // row q + 8 i
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                float(&sum)[4] = acc[i / 2][block];
-                uint2 more = {0, 0};  // of one band: both list warps have sums for all its rows
-                const int row = (kBands == 1 ? me.sub * kRecordN : 0) + me.within * 32 + i * 8;
-                if (me.sub < (kBands == 1 ? kListWarps : 1) && me.band < have)
-                    more = load_smem_8(sums + Lists::place(row + thread_index() % 32 / 4,
-                                                           block * 4 + thread_index() % 4));
-                float &a = sum[i % 2 * 2], &b = sum[i % 2 * 2 + 1];
-                a = fmaf(a, real, __uint_as_float(more.x));
-                b = fmaf(b, real, __uint_as_float(more.y));
-                seen += a + b;
-            }
-        }
-        __syncwarp();
-        if (me.lane == 0) {
-            if (me.index == 0) {
-                barrier_arrive_expect(reduced, Exchange::expected(owned, m));
-                barrier_arrive_expect(ready, kMathWarps * 8);
-            }
-            barrier_arrive_after(ready, seen, true);
-            store_remote(in_block(unread, 1 - rank), seen, seen, in_block(ready, 1 - rank));
-        }
-        barrier_wait(ready, pass & 1);
+        if (me.index == 0 && me.lane == 0)
+            barrier_arrive_expect(reduced, Exchange::expected(owned, m));
+        if (pass > 0) barrier_wait(unread, pass - 1 & 1);
         if (me.band < have)
             Exchange::send(acc, sums, reduced, me, rank, owned, m,
-                           [](float sum, bool) { return sum; });
+                           [&](float sum, bool) { return sum * real; });
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * owned;
         barrier_wait(reduced, pass & 1);
-        Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, owned, gated);
-        if (pass + 1 < passes) sync_some<kGo, 32 * kReaders>();
+        const float seen =
+            Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, owned, gated);
+        if (pass + 1 == passes) break;
+        __syncwarp();
+        if (me.lane == 0) {
+            if (me.index == 0) barrier_arrive_expect(unread, kMathWarps * 8);
+            barrier_arrive_after(unread, seen, true);
+            store_remote(in_block(word, 1 - rank), seen, seen, in_block(unread, 1 - rank));
+        }
     }
 #endif
 }

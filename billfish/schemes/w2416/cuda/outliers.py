@@ -1,9 +1,9 @@
 """Outliers of w2416 by record, as its CUDA kernels read them, and back.
 
-Of each band of 64 outputs: where the list of each record begins, and where the last one ends; then
-the entries. One is value << 16 | row << 8 | column in the record. A list has one entry of each of
-its rows, then, with AGAIN, a second one of those that have more, and so on: entries from one AGAIN
-to the next have distinct rows and can be added at once.
+Of each band of 64 outputs: which set the list of each record begins with, and where the last one
+ends; then the sets. A set is 16 entries for outputs 0 to 31 of the record and 16 for 32 to 63: the
+columns of one step of the tensor cores. An entry is value << 16 | row << 8 | column in the record;
+EMPTY fills sets up, LAST marks all entries of a record's last set. Every record has a set.
 """
 
 from typing import Protocol
@@ -15,9 +15,11 @@ from torch.nn.functional import pad
 from billfish.schemes.base import Tensors
 from billfish.schemes.w2416.shares import BAND, GROUP
 
-AGAIN = 0x8000
+LAST, EMPTY = 0x8000, 0x4000
+ENTRIES = 16  # of a set, for each half of a record
+SET_WORDS = 2 * ENTRIES
 ALIGNED = 8  # words
-ROWS, TWO_GROUPS, FOUR_GROUPS = 64, 16, 8  # of a record
+ROWS, HALF, TWO_GROUPS, FOUR_GROUPS = 64, 32, 16, 8  # of a record
 
 
 class Layer(Protocol):
@@ -42,7 +44,7 @@ def edge_words(tiles: int) -> int:
 
 
 def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """(bands, words) int32: edges and entries; and the order of canonical lists, if not sorted."""
+    """(bands, words) int32: edges and sets; and the order of canonical lists, if not sorted."""
     place = tensors["outlier_place"].long() & 0xFFFF
     value = tensors["outlier_value"].view(torch.int16).long() & 0xFFFF
     device, part = place.device, shape.k // shape.parts
@@ -56,28 +58,29 @@ def pack(shape: Layer, columns: Tensor, tensors: Tensors) -> tuple[Tensor, Tenso
 
     tile, inside = _place(shape, columns, column)
     band, row = row // ROWS, row % ROWS
-    entry, of = value << 16 | row << 8 | inside, band * shape.tiles + tile
-    first = torch.argsort(of * ROWS + row, stable=True)
-    turn = torch.empty_like(first)
-    turn[first] = _index_in_run((of * ROWS + row)[first])
-    turns = int(turn.max()) + 1 if len(turn) else 1
-    order = torch.argsort((of * turns + turn) * ROWS + row)
-    entry, of, turn, band = entry[order], of[order], turn[order], band[order]
-    entry |= torch.where((_index_in_run(of * turns + turn) == 0) & (turn > 0), AGAIN, 0)
+    entry, of = value << 16 | row << 8 | inside, (band * shape.tiles + tile) * 2 + row // HALF
+    order = torch.argsort(of, stable=True)
+    entry, of = entry[order], of[order]
+    record, index = of // 2, _index_in_run(of)
 
-    counts = torch.bincount(of, minlength=shape.bands * shape.tiles)
-    edges = pad(counts.view(shape.bands, shape.tiles).cumsum(1), (1, 0))
+    counts = torch.bincount(of, minlength=shape.bands * shape.tiles * 2).view(-1, 2).amax(1)
+    sets = (-(-counts // ENTRIES)).clamp(min=1).view(shape.bands, shape.tiles)
+    edges = pad(sets.cumsum(1), (1, 0))
     start, most = edge_words(shape.tiles), int(edges[:, -1].max())
-    words = start + -(-most // ALIGNED) * ALIGNED
-    lists = torch.zeros(shape.bands, words, dtype=torch.long, device=device)
+    lists = torch.zeros(shape.bands, start + most * SET_WORDS, dtype=torch.long, device=device)
     lists[:, : shape.tiles + 1] = edges
-    lists[band, start + _index_in_run(band)] = entry
+    filled = lists[:, start:].view(shape.bands, most, SET_WORDS)
+    filled[:] = EMPTY
+    band, tile = record // shape.tiles, record % shape.tiles
+    filled[band, edges[band, tile] + index // ENTRIES, of % 2 * ENTRIES + index % ENTRIES] = entry
+    last = edges[:, 1:] - 1
+    filled[torch.arange(shape.bands, device=device)[:, None], last] |= LAST
     return ((lists ^ 0x80000000) - 0x80000000).to(torch.int32), ranks
 
 
 def longest(lists: Tensor, tiles: int) -> int:
-    """Entries of the longest list, rounded up: layers of a model shall differ little."""
-    return -(-int(lists[:, : tiles + 1].diff().max()) // 16) * 16
+    """Sets of the longest list."""
+    return int(lists[:, : tiles + 1].diff().max())
 
 
 def unpack(shape: Layer, columns: Tensor, lists: Tensor, ranks: Tensor | None) -> dict[str, Tensor]:
@@ -85,10 +88,11 @@ def unpack(shape: Layer, columns: Tensor, lists: Tensor, ranks: Tensor | None) -
     start, part = edge_words(shape.tiles), shape.k // shape.parts
     edges, entries = lists[:, : shape.tiles + 1].long(), lists[:, start:].long()
     index = torch.arange(entries.shape[1], device=entries.device)
-    band, word = (index < edges[:, -1:]).nonzero(as_tuple=True)
+    there = (index < edges[:, -1:] * SET_WORDS) & (entries & EMPTY == 0)
+    band, word = there.nonzero(as_tuple=True)
     entry = entries[band, word]
-    # the last record whose list begins at or before this entry
-    tile = (edges[band] <= word[:, None]).sum(1) - 1
+    # the last record whose list begins at or before this entry's set
+    tile = (edges[band] <= word[:, None] // SET_WORDS).sum(1) - 1
     inside, row = entry & 0xFF, band * ROWS + (entry >> 8 & 63)
     group = tile * TWO_GROUPS + inside // GROUP
     skipped = (tile - shape.tiles_2).clamp(min=0) * (TWO_GROUPS - FOUR_GROUPS)

@@ -73,11 +73,13 @@ w2416_panel(const unsigned char* __restrict__ records, const int* __restrict__ c
     }
     __syncthreads();
     if (thread < kRecordN) {  // one thread a row: outliers of equal places are added in order
-        const u32* edges = layer.lists(blockIdx.y) + kHead;
-        const u32* list = edges + layer.edge_words();
-        for (u32 i = edges[index]; i < edges[index + 1]; ++i) {
-            const u32 one = list[i], column = one & 255;
-            if ((one >> 8 & 63) != thread) continue;
+        const u32 half = thread / 32 * 16;
+        const u32* list = reinterpret_cast<const u32*>(
+            layer.list(blockIdx.y, layer.edges(blockIdx.y)[index]));
+        for (u32 i = 0, last = 0; !last || i % 16; ++i) {
+            const u32 one = list[i / 16 * 32 + half + i % 16], column = one & 255;
+            last = one & kLast;
+            if (one & kEmpty || (one >> 8 & 63) != thread) continue;
             const u32 at = panel_place(tile, thread, column & ~1u);
             const uint2 old = load_smem_8(at);
             float pair[2] = {__uint_as_float(old.x), __uint_as_float(old.y)};

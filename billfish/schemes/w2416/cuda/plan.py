@@ -2,7 +2,7 @@
 
 Up to 16 tokens take one memory-bound launch (w2416_decode on Hopper, w2416_stripe from sm_80 on).
 More run on w2416_batch, Hopper's wgmma kernel; before Hopper, up to 64 take a launch for every 16.
-Beyond, or where lists of outliers are too long for w2416_batch, weights are decoded panel by panel
+Beyond, or where lists of outliers are too long for shared memory, weights are decoded panel by panel
 for PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
 """
 
@@ -27,6 +27,7 @@ PANEL_THREADS, PANEL_SMEM = 256, 64 * 258 * 4  # panel.cuh
 # Each slice reads the weights again; decoded weights are written and read in 16 bits, 11 times as
 # many bytes as packed ones read once.
 MOST_SLICES = 4
+FEWEST_STAGES = 2  # of a ring
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
 # x, records, columns, bias, out
@@ -42,15 +43,18 @@ class Plan:
         self.gpu, self.few = gpu(index), dict[int, Loaded]()
         self.stripes = stripe.Launcher(self.gpu, shape) if striped else None
         for m in () if striped else (8, MOST_TOKENS):
-            how = tile.pick_tile(m, shape.n, self.gpu)
+            how = tile.pick_tile(m, shape.n, shape.longest, self.gpu)
             self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
         self.batches = None if striped else batch.Launcher(self.gpu, shape)
         self.paths: dict[tuple[int, bool], Path] = {}
 
-    def _decode(self, m: int, gated: bool) -> Callable[..., None]:
-        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.gpu)
-        kernel, stage = self.few[how.tokens], tile.stage_bytes(m, how.bands)
+    def _decode(self, m: int, gated: bool) -> Path | None:
+        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.longest, self.gpu)
+        if how.stages < FEWEST_STAGES:
+            return None
+        kernel, stage = self.few[how.tokens], tile.stage_bytes(m, how.bands, shape.longest)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
+        room = tile.list_bytes(shape.longest)
 
         def run(
             x: Tensor,
@@ -67,6 +71,7 @@ class Plan:
                 out.data_ptr(),
                 *sizes,
                 records.shape[1],
+                room,
                 how.stages,
                 stage,
                 gated,
@@ -102,18 +107,16 @@ class Plan:
         return found
 
     def _path(self, m: int, gated: bool) -> Path:
+        found: Path | None = None
         if m <= MOST_TOKENS:
-            return self._one(m, gated)
-        many = self.batches.of(m, gated) if self.batches else None
-        if many is not None:
-            return self._aligned(many)
-        if self.stripes and m <= MOST_TOKENS * MOST_SLICES:
-            return self._slices(m)
+            found = self.stripes.of(m) if self.stripes else self._decode(m, gated)
+        elif self.batches:
+            found = self.batches.of(m, gated)
+        elif m <= MOST_TOKENS * MOST_SLICES:
+            found = self._slices(m)
+        if found is not None:
+            return self._aligned(found)
         return self._gated_panels if gated else self._panels
-
-    def _one(self, m: int, gated: bool) -> Path:
-        assert not gated or self.stripes is None
-        return self._aligned(self.stripes.of(m) if self.stripes else self._decode(m, gated))
 
     @staticmethod
     def _aligned(kernel: Path) -> Path:
@@ -128,9 +131,12 @@ class Plan:
 
         return run
 
-    def _slices(self, m: int) -> Path:
+    def _slices(self, m: int) -> Path | None:
         sizes = [min(MOST_TOKENS, m - start) for start in range(0, m, MOST_TOKENS)]
-        calls = [self._one(rows, False) for rows in sizes]
+        assert self.stripes is not None
+        calls = [call for rows in sizes if (call := self.stripes.of(rows)) is not None]
+        if len(calls) < len(sizes):
+            return None
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor

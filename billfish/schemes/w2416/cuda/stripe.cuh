@@ -6,10 +6,8 @@
 // arithmetic.
 //
 //     warps 0-7    copy records, and multiply: two a record, warps 4-7 the second slice of a stage
-//     warps 8, 9   copy activations, one slice each, gathered into the order of the records; add
-//                  outliers of each stage, from x in shared memory, to fp32 sums there
-//
-// A tile's outliers are added to its sums once a stripe, before the stripes are added.
+//     warps 8, 9   copy activations, one slice each, gathered into the order of the records; and
+//                  records' outliers, which the other warps multiply, too (outliers.cuh)
 #pragma once
 
 #include "billfish/outliers.cuh"
@@ -18,16 +16,17 @@
 namespace billfish {
 
 constexpr int kTileBands = 2, kStageSlices = 2;
-constexpr int kMathThreads = 256, kAllThreads = kMathThreads + 32 * kListWarps;
-static_assert(kListWarps == kStageSlices, "a warp gathers one slice's activations");
+constexpr int kMathThreads = 256, kAllThreads = kMathThreads + 32 * kStageSlices;
 constexpr int kOwners = 128;  // threads that hold a tile's final sums: those of the first slice
 
-// Shared memory: [stages: [records: band, slice][x: slice, token]][sums of outliers].
+// Shared memory: stages of [records: band, slice][their lists of outliers][x: slice, token].
 struct MixedRing {
-    int x, bytes;  // of a stage: byte offset of x; all
+    int lists, list_bytes, x, bytes;  // of a stage: byte offset of lists; of a list, of x; all
     u32 begin, end;
-    BILLFISH_DEVICE MixedRing(const MixedLayer& layer, int rows, int stages, u32 begin)
-        : x((kTileBands * kStageSlices * max(kTwoBytes, layer.four_bytes()) + 127) / 128 * 128),
+    BILLFISH_DEVICE MixedRing(const MixedLayer& layer, int list_bytes, int rows, int stages,
+                              u32 begin)
+        : lists((kTileBands * kStageSlices * max(kTwoBytes, layer.four_bytes()) + 127) / 128 * 128),
+          list_bytes(list_bytes), x(lists + kTileBands * kStageSlices * list_bytes),
           bytes(x + kStageSlices * rows * kTwoK * 2), begin(begin), end(begin + stages * bytes) {}
 };
 
@@ -91,16 +90,18 @@ struct RecordCopier {
     }
 };
 
-// The same with activations: warp `sub` gathers those of one slice. Their columns are known one
-// stage ahead, as they come from memory.
+// The same with activations and outliers: warp `sub` takes those of one slice. Where they are is
+// known one stage ahead, as it comes from memory.
 struct XCopier {
     StageWalk at;
     const int* columns;
     const u16* x;
-    int m, k, rows, sub, lane, column;
+    int m, k, rows, sub, lane, bands, column;
+    u32 set[kTileBands], end[kTileBands];
     BILLFISH_DEVICE XCopier(const StageWalk& at, const int* columns, const u16* x, int m, int k,
-                            int rows, int sub, int lane)
-        : at(at), columns(columns), x(x), m(m), k(k), rows(rows), sub(sub), lane(lane) {
+                            int rows, int sub, int lane, int bands)
+        : at(at), columns(columns), x(x), m(m), k(k), rows(rows), sub(sub), lane(lane),
+          bands(bands) {
         find();
     }
 
@@ -108,7 +109,15 @@ struct XCopier {
         const int mine = at.slice + sub, two = at.layer.two;
         const int group = at.two() ? mine * 16 + lane / 2  // of 16 inputs
                                    : two * 16 + (mine - two) * 8 + lane % 16 / 2;
-        column = sub < at.slices() ? columns[group] : -1;
+        const bool there = at.left > 0 && sub < at.slices();
+        column = there ? columns[group] : -1;
+#pragma unroll
+        for (int i = 0; i < kTileBands; ++i) {
+            const int band = at.tile * kTileBands + i;
+            set[i] = end[i] = 0;
+            if (!there || band >= bands) continue;
+            set[i] = at.layer.edges(band)[mine], end[i] = at.layer.edges(band)[mine + 1];
+        }
     }
     BILLFISH_DEVICE void next() {
         if (at.left > 0) {
@@ -118,6 +127,14 @@ struct XCopier {
                     gather_x<kTwoK, 32>(to + sub * rows * kTwoK * 2, x, column, k, m, lane);
                 else
                     gather_x<kRecordK, 32>(to + sub * rows * kRecordK * 2, x, column, k, m, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < kTileBands; ++i) {
+                const unsigned char* from = at.layer.list(at.tile * kTileBands + i, set[i]);
+                const u32 list =
+                    at.stage + at.ring.lists + (i * kStageSlices + sub) * at.ring.list_bytes;
+                for (u32 byte = lane * 16; byte < (end[i] - set[i]) * kSetBytes; byte += 32 * 16)
+                    copy_async_16(list + byte, from + byte);
             }
             at.next();
             find();
@@ -135,57 +152,20 @@ BILLFISH_DEVICE void enter_stage(int stages) {
     __syncthreads();
 }
 
-template <class T, int kTokens>
-using TileOutliers = Outliers<T, kTokens, kTileBands>;
-
-// What warps 8 and 9 do: as many __syncthreads as the others.
-template <class T, int kTokens>
-BILLFISH_DEVICE void add_outliers(StageWalk now, XCopier& copier, int stages, int bands) {
-    using Lists = TileOutliers<T, kTokens>;
-    constexpr int kBytes = Lists::kRegions * Lists::kRegionBytes;
-    const int warp = copier.sub, lane = copier.lane;
-    const u32 sums = now.ring.end + warp * kBytes;
-    const float zeros[4] = {};
-    for (int i = lane * 16; i < kBytes; i += 32 * 16) store_smem_16(sums + i, zeros);
-    StageWalk ahead = now;
-    while (now.left > 0) {
-        const int tile = now.tile, have = min(kTileBands, bands - tile * kTileBands);
-        const auto find = [&](Lists& lists) {
-            const bool there = ahead.in(tile);
-            lists.find(have, ahead.slice, 0, there ? ahead.slices() : 0);
-            if (there) ahead.next();
-        };
-        // Places are known two stages ahead, entries one: both come from memory.
-        Lists here(now.layer, tile * kTileBands, warp, lane), next = here, later = here;
-        find(here);
-        find(next);
-        here.fetch();
-        while (now.in(tile)) {
-            next.fetch();
-            find(later);
-            enter_stage(stages);
-            copier.next();
-            here.add(now.stage + now.ring.x, (now.two() ? kTwoK : kRecordK) * 2, sums, copier.m);
-            now.next();
-            here.take(next), next.take(later);
-        }
-        __syncthreads();  // sums are complete; they are zeros again when the next stage begins
-    }
-}
-
 // `records` and `columns`: outliers.cuh. `x` is (m, k), `out` (m, n). kZero and kStep: mixed.cuh.
-// blockDim.x is kAllThreads. `stages` is 2 to 4.
+// blockDim.x is kAllThreads. `stages` is 2 to 4. No record's list of outliers has more than
+// `list_bytes`.
 template <class T, int kZero, int kStep, int kTokens>
 __global__ void __launch_bounds__(kAllThreads, 1)
 w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ columns,
              const u16* __restrict__ x, const u16* __restrict__ bias, u16* __restrict__ out,
              float* workspace, u32* locks, int m, int n, int k, int tiles_2, int tiles_4, int sets,
-             int band_words, int stages) {
+             int band_words, int list_bytes, int stages) {
     constexpr int kBlocks = kTokens / 8;
     extern __shared__ __align__(128) unsigned char smem[];
     const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
     const int rows = x_rows(kTokens, m), k_tiles = tiles_2 + tiles_4;
-    const MixedRing ring(layer, rows, stages, smem_address(smem));
+    const MixedRing ring(layer, list_bytes, rows, stages, smem_address(smem));
     const int bands = (n + kRecordN - 1) / kRecordN;
     const Stripes stripes((bands + kTileBands - 1) / kTileBands * k_tiles, gridDim.x);
     if (blockIdx.x >= stripes.count) return;
@@ -194,10 +174,13 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
 
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread >= kMathThreads) {
-        XCopier copier(now, columns, x, m, k, rows, warp - kMathThreads / 32, lane);
+        XCopier copier(now, columns, x, m, k, rows, warp - kMathThreads / 32, lane, bands);
 #pragma unroll 1
         for (int i = 0; i < stages - 1; ++i) copier.next();
-        add_outliers<T, kTokens>(now, copier, stages, bands);
+        for (; now.left > 0; now.next()) {
+            enter_stage(stages);
+            copier.next();
+        }
         return;
     }
     RecordCopier copier(now, bands);
@@ -207,6 +190,7 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
     const int sub = thread / kOwners, within = warp % 4, band = within / 2;
     const int record = band * kStageSlices + sub;
     const u32 x_at = ring.begin + ring.x;
+    const u32 lists = ring.begin + ring.lists + record * list_bytes + within % 2 * (kSetBytes / 2);
     const TwoPlaces two(ring.begin + record * kTwoBytes, x_at + sub * rows * kTwoK * 2, thread,
                         rows);
     const FourPlaces four(ring.begin + record * layer.four_bytes(),
@@ -217,7 +201,7 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
     while (now.left > 0) {
         const int tile = now.tile, first_band = tile * kTileBands;
         const int have = min(kTileBands, bands - first_band);
-        const int unit = *layer.lists(first_band + min(band, have - 1));  // log2 of it
+        const int unit = *layer.head(first_band + min(band, have - 1));  // log2 of it
         const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
         float acc[2][kBlocks][4] = {};
         u32 used = now.stage;
@@ -228,35 +212,28 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
             const u32 by = now.stage - ring.begin;
             if (works && now.two()) {
                 multiply_two<T, kZero, kStep, kTokens>(
-                    two, by, power<T>(unit + Scaled<T>::kPlus), acc, [](float) {});
+                    two, by, power<T>(unit + Scaled<T>::kPlus), acc);
+                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by + sub * rows * kTwoK * 2,
+                                                     rows, lane, Unit<T>(unit), acc);
             } else if (works) {
                 const u32 lean = power<T>(plus / 2);
                 const u32 more =
                     power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
-                multiply_four<T, kTokens>(four, marks, by, lean, more, acc, [](float) {});
+                multiply_four<T, kTokens>(four, marks, by, lean, more, acc);
+                multiply_outliers<T, kTokens, kRecordK>(
+                    lists + by, x_at + by + sub * rows * kRecordK * 2, rows, lane, Unit<T>(unit),
+                    acc);
             }
             used = now.stage;
         }
 
         const auto sync = [] { sync_some<1, kMathThreads>(); };
-        __syncthreads();  // outliers' sums are complete
+        sync();
         // Through the stage just used: nothing is copied into it before the next stage begins.
         add_odd_slices<kOwners>(acc, used, thread, sub, sync);
-        if (sub == 0) {
-            const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
+        const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
 #pragma unroll
-            for (int i = 0; i < 4 * kBlocks; ++i) {  // row q + 8 (i % 4), eight tokens
-                const u32 row = within * 32 + i % 4 * 8 + lane / 4;
-                const u32 pair = i / 4 * 4 + lane % 4;
-                const u32 place = ring.end + TileOutliers<T, kTokens>::place(row, pair);
-                const uint2 more = load_smem_8(place);
-                store_smem_8(place, 0, 0);
-                float(&sum)[4] = acc[i % 4 / 2][i / 4];
-                float &a = sum[i % 2 * 2], &b = sum[i % 2 * 2 + 1];
-                a = fmaf(a, real, __uint_as_float(more.x));
-                b = fmaf(b, real, __uint_as_float(more.y));
-            }
-        }
+        for (int i = 0; i < 8 * kBlocks; ++i) acc[i / 4 % 2][i / 8][i % 4] *= real;
         const Turn<kOwners, kBlocks> turn(stripes, stripe, (tile + 1) * k_tiles, k_tiles, workspace,
                                           locks, thread);
         turn.add(acc, thread, sub, sync);

@@ -11,9 +11,11 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.stripes import MOST_STAGES, Stripes
 from billfish.schemes.w2416.cuda.arrange import TWO_K, TWO_WORDS, N, Shape
 from billfish.schemes.w2416.cuda.instances import stripe_kernel
+from billfish.schemes.w2416.cuda.tile import list_bytes
 
-THREADS = 320  # eight warps that copy and multiply, two for outliers
+THREADS = 320  # eight warps that copy records and multiply, two that gather activations
 BANDS = 2  # of a tile: MARLIN's 128 outputs
+FEWEST_STAGES = 2
 
 
 def partition(shape: Shape, sms: int) -> Stripes:
@@ -22,24 +24,25 @@ def partition(shape: Shape, sms: int) -> Stripes:
 
 
 def stage_bytes(m: int, shape: Shape) -> int:
-    """Four records, and activations of their two slices. Up to 8 tokens only those that there are
-    have room."""
+    """Four records, their outliers, and activations of their two slices. Up to 8 tokens only those
+    that there are have room."""
     records = -(-STAGE_RECORDS * max(TWO_WORDS, shape.four_words) * 4 // 128) * 128
+    records += STAGE_RECORDS * list_bytes(shape.longest)
     return records + STAGE_RECORDS // BANDS * (m if m <= 8 else MOST_TOKENS) * TWO_K * 2
 
 
 def sums(m: int) -> int:
-    """Of a tile: those of outliers in shared memory, a CTA's partial ones in global memory."""
+    """Of a tile: a CTA's partial ones in global memory."""
     return BANDS * N * tokens_of(m)
 
 
 def stages(m: int, shape: Shape, gpu: Gpu) -> int:
     """4, as MARLIN has; where a CTA has 99 KB (sm_86, sm_89), 3 from 5 tokens on, 2 from 9 on."""
-    return min(MOST_STAGES, (gpu.smem_per_block - sums(m) * 4) // stage_bytes(m, shape))
+    return min(MOST_STAGES, gpu.smem_per_block // stage_bytes(m, shape))
 
 
 def smem_bytes(m: int, shape: Shape, gpu: Gpu) -> int:
-    return stages(m, shape, gpu) * stage_bytes(m, shape) + sums(m) * 4
+    return stages(m, shape, gpu) * stage_bytes(m, shape)
 
 
 class Launcher:
@@ -51,12 +54,15 @@ class Launcher:
             tokens: stripe_kernel(shape.dtype, tokens).load(gpu.index) for tokens in (8, 16)
         }
 
-    def of(self, m: int) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]:
-        """The launch of m tokens, up to 16: x, records, columns, bias, out."""
+    def of(self, m: int) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None] | None:
+        """The launch of m tokens, up to 16: x, records, columns, bias, out. None if lists of
+        outliers are too long for shared memory."""
         gpu, shape, blocks = self.gpu, self.shape, self.partition.blocks
         kernel, smem = self.kernels[tokens_of(m)], smem_bytes(m, shape, gpu)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
         depth = stages(m, shape, gpu)
+        if depth < FEWEST_STAGES:
+            return None
 
         def run(
             x: Tensor, records: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
@@ -74,6 +80,7 @@ class Launcher:
                 locks.data_ptr(),
                 *sizes,
                 records.shape[1],
+                list_bytes(shape.longest),
                 depth,
             )
             kernel.launch(blocks, THREADS, arguments, smem)

@@ -72,6 +72,12 @@ inline void barrier_init_fence() {}
 inline u32 thread_index() { return threadIdx.x; }
 inline u32 lower_twice(u32 v) { return (v & 0xffff) * 0x10001u; }
 inline u32 upper_twice(u32 v) { return (v >> 16) * 0x10001u; }
+inline u32 pick_bytes(u32 a, u32 b, u32 which) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    u32 made = 0;
+    for (int i = 0; i < 4; ++i) made |= (u32)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return made;
+}
 inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 
 inline void barrier_arrive(u32 b) { barrier_at(b).arrive(); }
