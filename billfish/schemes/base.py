@@ -126,7 +126,7 @@ class Solved(ABC):
         """The canonical tensors."""
 
     def trainable(self) -> Any:
-        """Its parameters for training, a Trainable of solvers/finetune.py; for schemes made by
+        """Its parameters for training, a Trainable of solvers/training.py; for schemes made by
         `finetune`."""
         raise NotImplementedError
 

@@ -37,7 +37,7 @@ END_TO_END = 200  # steps of distillation after the last block (offline/distill.
 TOKENS = 8192  # of a step
 CPU_TOKENS = 1024  # that run at once on a CPU, as in offline/driver.py
 CODES = 2.5e-3  # rate of positions, in steps of the grid
-SCALES = 1e-3  # rate of scales, relative
+SCALES = 1e-3  # rate of scales, relative; times what a scheme says (Trainable.scale_rate)
 TOLD = 25  # steps between two looks at the loss
 SMALL = 2**26  # weights of a block below which a step is captured as a graph
 
@@ -87,17 +87,16 @@ class _Training:
     def run(self) -> str | None:
         """Train; returns why it ended early, or None."""
         steps, parts = self.refining.steps, self.parts.values()
-        adam = Adam(
-            [
-                ([tensor for part in parts for tensor in part.codes], CODES),
-                ([tensor for part in parts for tensor in part.scales], SCALES),
-            ]
-        )
+        scales: dict[float, list[Tensor]] = {}
+        for part in parts:
+            scales.setdefault(SCALES * part.scale_rate, []).extend(part.scales)
+        codes = [tensor for part in parts for tensor in part.codes]
+        adam = Adam([(codes, CODES), *((tensors, rate) for rate, tensors in scales.items())])
         lengths = [self.rows[i][0].shape[1] for i in self.trained]
         drawn, cuda = draws(lengths, TOKENS, self.refining.seed), self.device.type == "cuda"
         most = len(lengths) if cuda else max(1, CPU_TOKENS // max(lengths))
         captured: Captured | None = None
-        size = sum(tensor.numel() for part in parts for tensor in part.codes)
+        size = sum(tensor.numel() for tensor in codes)
         if cuda and len(set(lengths)) == 1 and size < SMALL:
             captured = Captured(lambda x, y: self.step([(x, y)], adam))
         with ExitStack() as stack:

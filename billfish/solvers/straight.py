@@ -55,6 +55,26 @@ class Rounded(torch.autograd.Function):
         return to_code.mul_(inside), to_scale, to_zero, None, None
 
 
+class Reordered(torch.autograd.Function):
+    """(x, order, back) -> x[:, order], where `back` is the inverse permutation. index_select's own
+    gradient adds, which a GPU does in a fixed order only after sorting."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(1, back), None, None
+
+
+def reordered(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    made: Tensor = Reordered.apply(x, order, back)  # type: ignore[no-untyped-call]
+    return made
+
+
 def rounded(
     position: Tensor, scale: Tensor, zero: Tensor, levels: int, dtype: torch.dtype
 ) -> Tensor:

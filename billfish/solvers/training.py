@@ -24,6 +24,8 @@ class Trainable(Protocol):
     """A quantized weight whose parameters can be trained. All schemes made by `finetune` have one
     (Solved.trainable)."""
 
+    scale_rate: float  # of scales, relative to those of a uniform grid
+
     @property
     def codes(self) -> list[Tensor]:
         """Leaf tensors, in steps of their grid."""

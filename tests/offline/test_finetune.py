@@ -18,6 +18,7 @@ from billfish.offline.request import QuantizeRequest
 from billfish.offline.text import read_documents
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w2416 import W2416
+from billfish.schemes.w2416.codes import TrainableMixed
 from billfish.solvers import finetune, training
 
 W3 = W4A16(bits=3, group_size=32, symmetric=False)
@@ -43,6 +44,7 @@ def fast(monkeypatch):
     """Rates that show in a few steps of a tiny model."""
     monkeypatch.setattr(finetune, "CODES", 2.5e-3)
     monkeypatch.setattr(finetune, "SCALES", 2e-3)
+    monkeypatch.setattr(TrainableMixed, "scale_rate", 1.0)
     monkeypatch.setattr(finetune, "TOKENS", 512)
     monkeypatch.setattr(distill, "TOKENS", 512)
     monkeypatch.setattr(distill, "RATE", 2e-3)

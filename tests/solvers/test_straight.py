@@ -124,3 +124,12 @@ def test_a_position_beyond_the_range_stays_a_code():
     after = part.settle()
     assert after.codes.max() <= 7 and after.zeros.max() <= 7
     assert torch.equal(part.scheme.dequantize(after.tensors()), after.decoded)
+
+
+def test_reordering_passes_gradients_back():
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    x, y = (torch.arange(120.0).view(3, 40).requires_grad_() for _ in range(2))
+    made, wanted = straight.reordered(x, order, torch.argsort(order)), y[:, order]
+    assert torch.equal(made, wanted)
+    (made.square().sum() + wanted.square().sum()).backward()
+    assert torch.equal(x.grad, y.grad)

@@ -64,6 +64,10 @@ class TrainableMixed:
     Positions of 2-bit weights are codes before rounding: their grid has no point at zero.
     """
 
+    # A 2-bit scale has 16 values, 7 % and more apart, and changes only in the middle between two.
+    # Held-out error of SmolLM2's second block with 1, 4 and 8: 0.0101, 0.0099, 0.0098.
+    scale_rate = 4.0
+
     def __init__(
         self, scheme: W2416, tensors: Tensors, target: Tensor | None, note: str | None = None
     ) -> None:
@@ -121,7 +125,7 @@ class TrainableMixed:
             four = straight.rounded(self.position_4, scale_4, eight, 16, torch.float32)
         n = self.shape[0]
         both = torch.cat([(two - self.zero * scale).view(n, -1), four.view(n, -1)], 1)
-        weight = both.index_select(1, self.places)
+        weight = straight.reordered(both, self.places, self.order)
         added = torch.zeros_like(weight).view(-1).scatter(0, self.index, self._values())
         return (weight + added.view(weight.shape)).to(dtype)
 

@@ -47,8 +47,10 @@ class Codes(Solved):
 class TrainableCodes:
     """Codes, scales and zeros in training, or, without a target, scales alone.
 
-    Implements Trainable of solvers/finetune.py.
+    Implements Trainable of solvers/training.py.
     """
+
+    scale_rate = 1.0
 
     def __init__(
         self,

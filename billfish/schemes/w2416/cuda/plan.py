@@ -2,8 +2,9 @@
 
 Up to 16 tokens take one memory-bound launch (w2416_decode on Hopper, w2416_stripe from sm_80 on).
 More run on w2416_batch, Hopper's wgmma kernel; before Hopper, up to 64 take a launch for every 16.
-Beyond, or where lists of outliers are too long for shared memory, weights are decoded panel by panel
-for PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
+Beyond, or where lists of outliers are too long for shared memory, weights are decoded panel by
+panel for PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA
+graphs.
 """
 
 from collections.abc import Callable
