@@ -20,7 +20,8 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
     for (u32 b = 0; b < grid_x * grid_y; ++b) {
         Block& block = blocks[b];
         block.threads = threads;
-        block.smem.assign(smem_bytes, 0xff), block.barriers.resize(smem_bytes / 8);
+        // NaN as 16 bits and as 32, with sign and without: also what a list of outliers ends with, or not
+        block.smem.assign(smem_bytes, memory_varies ? 0x7f : 0xff), block.barriers.resize(smem_bytes / 8);
         block.warps.resize(threads / 32), block.groups.resize(threads / 128 + 1);
         for (u32 t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];

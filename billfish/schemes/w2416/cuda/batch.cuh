@@ -93,7 +93,7 @@ BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, 
 
 // Two sets of a list of outliers in shared memory: every lane holds an entry.
 struct Held {
-    u32 one, last;  // `last`: the list has no more
+    u32 one = kEmpty, last = kLast;  // `last`: the list has no more
     BILLFISH_DEVICE void load(u32 list, int lane) {  // of 32 outputs
         one = load_smem_4(list + lane % 16 * 4);
         last = one & kLast;
@@ -250,7 +250,8 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                 Held held[kBands];
 #pragma unroll
                 for (int band = 0; band < kBands; ++band)
-                    held[band].load(first_record + band * at.bytes + list, lane);
+                    if (first_band + band < bands)
+                        held[band].load(first_record + band * at.bytes + list, lane);
 #pragma unroll
                 for (int step = 0; step < 2 * kBands; ++step) {
                     const int k64 = step / kBands, band = step % kBands;
