@@ -36,8 +36,9 @@ THREADS = {
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 
-# (kernel, tokens and bands) -> bytes: numbers of a tile, or of a pass, outside the loops over k
-SPILLED = {("batch", "64, 1"): 88, ("batch", "128, 2"): 56}
+# (kernel, tokens and bands) -> bytes: numbers of a tile or of a pass; in w2416_batch, where two
+# blocks are on an SM, offsets, up to three of which are loaded in a stage, and the producers'
+SPILLED = {("batch", "32, 1"): 124, ("batch", "64, 1"): 156, ("batch", "128, 2"): 12}
 SPILLED["batch", "256, 1"] = 12
 
 
@@ -359,7 +360,11 @@ MISTAKES = [
         "barrier_init(places.full(i), 1)",
     ),
     ("batch", r"if \(held\.last\) break;", "break;"),
-    ("batch", r"which == j \? more : 0", "0"),
+    ("batch", r"index == first \* 4 \+ i", "false"),
+    ("batch", r"mine\.y >> bit_of\(first \* 4 \+ i\) & 1", "false"),
+    ("batch", r"any\(here && load_smem_4\(to \+ 4\) != which\) \|\| ", ""),  # two for one slot
+    ("batch", r"store_smem_8\(to, 0, 0\);", ";"),  # outliers of the stage before
+    ("batch", r"clear_slots\(turn, lane\);", ""),
     ("stripe", r"wait_copies<\d>\(\);", ";"),
     ("stripe", r"multiply_outliers<T, kTokens, kRecordK>\(", "(void)("),
 ]
@@ -371,22 +376,24 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     kernel, pattern, replacement = mistake
     broken, count = re.subn(pattern, replacement, (CUDA / f"{kernel}.cuh").read_text())
     assert count, "the text has changed: mend the pattern"
-    scheme, m = W2416(3.9, 0.02), 20 if kernel == "batch" else 2
+    m = 20 if kernel == "batch" else 2
     size = (272, 1024) if kernel == "stripe" else (112, 4096)  # the ring goes round
     if "unread" in pattern:
         size = (1040, 96)  # several passes
-    tensors, x, _ = layer(scheme, *size, FP16)
-    packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:m])
-    for seed in range(8):
-        try:
-            if kernel == "batch":
-                cut = Cut(32, 1, 2)
-                y = product_of_many(compiled, packed, x[:m], None, seed, cut, broken)
-            else:
-                call = product if kernel == "decode" else striped
-                y = call(compiled, packed, x[:m], None, seed, broken, sms=2)
-        except AssertionError:
-            return  # the emulator stopped it
-        if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):
-            return
+    # lists of more than 32 outliers, and such of which a lane rarely has two
+    for scheme in (W2416(3.9, 0.02), W2416(3.0)) if kernel == "batch" else (W2416(3.9, 0.02),):
+        tensors, x, _ = layer(scheme, *size, FP16)
+        packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:m])
+        for seed in range(4 if kernel == "batch" else 8):
+            try:
+                if kernel == "batch":
+                    cut = Cut(32, 1, 2)
+                    y = product_of_many(compiled, packed, x[:m], None, seed, cut, broken)
+                else:
+                    call = product if kernel == "decode" else striped
+                    y = call(compiled, packed, x[:m], None, seed, broken, sms=2)
+            except AssertionError:
+                return  # the emulator stopped it
+            if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):
+                return
     pytest.fail("nothing seen")

@@ -117,6 +117,7 @@ template <class T, int kZero, int kStep>
 struct TwoGroup {
     using D = Scaled<T>;
     u32 scale[3], zero;
+    TwoGroup() = default;
     BILLFISH_DEVICE TwoGroup(u32 codes, int code_at, u32 zeros, int zero_at, u32 offset, u32 base) {
         constexpr u32 kMinusStep = (0x8000u | kStep * D::kUnits) * 0x00010001u;
         constexpr u32 kRest = (16 * kStep - kZero) * D::kUnits * 0x00010001u;  // 0 = 16 - 16

@@ -88,6 +88,18 @@ struct Slot {
     }
 };
 
+// A slot of the ring by its addresses: from its number they are computed in every
+// stage.
+struct ReadSlot {
+    u32 stage, full, parity;
+    BILLFISH_DEVICE u32 empty() const { return full + 8 * kMostBatchStages; }
+    BILLFISH_DEVICE void next(BatchPlaces places, int stages, int stage_bytes) {
+        stage += stage_bytes, full += 8;
+        if (full != places.full(stages)) return;
+        stage = places.ring(), full = places.full(0), parity ^= 1;
+    }
+};
+
 // Producer of the block's x, which is first in a stage; one thread.
 template <int kTokens>
 BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,

@@ -15,6 +15,7 @@ BILLFISH_DEVICE float shuffle(float v, int lane) { return __shfl_sync(~0u, v, la
 
 // A bit for each lane whose `yes` is true.
 BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
+BILLFISH_DEVICE bool any(bool yes) { return __any_sync(~0u, yes); }
 
 BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
 

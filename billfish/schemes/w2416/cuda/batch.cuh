@@ -8,18 +8,16 @@
 //     warps 0, 1   producers: bulk copies of records and lists, a thread for each band; TMA copies
 //                  of x
 //     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
-//                  inputs of a band, the next 64 are decoded, and outliers are added to them: at
-//                  0.1 % a warp finds one in 16 outputs x 64 inputs
+//                  inputs of a band, the next 64 are decoded, and outliers are added to them
 //
 // Decoded weights are unit * weight in T, as in decode.cuh; sums are divided at the end.
 #pragma once
 
+#include "billfish/fragments.cuh"
 #include "billfish/outliers.cuh"
 #include "billfish/tiles.cuh"
 
 namespace billfish {
-
-constexpr int kTwoHalf = kTwoScales / 2, kTwoMore = kTwoBytes - kTwoScales;
 
 // What a band has in a stage: its record, and the record's list. batch.py counts the same.
 struct BandPlace {
@@ -29,24 +27,17 @@ struct BandPlace {
           bytes(list + list_bytes) {}
 };
 
-// Registers of a producer and of a consumer: with these nothing is spilled but a few numbers of a
-// tile, outside the loops over k, and two buffers of fragments remain (with fewer ptxas waits for
-// every product).
-constexpr BILLFISH_DEVICE int copy_registers(int bands) {
-    return bands == 2 ? 40 : 48;
+// Registers of a producer and of a consumer: (80 or 168) x 3 in all. Consumers of two blocks on an
+// SM load two or three spilled offsets in a stage; two buffers of fragments remain (with fewer
+// ptxas waits for every product).
+constexpr BILLFISH_DEVICE int copy_registers(int tokens, int bands) {
+    return two_fit(tokens, bands) ? 32 : 40;
 }
 constexpr BILLFISH_DEVICE int math_registers(int tokens, int bands) {
-    return two_fit(tokens, bands) ? 96 : bands == 2 ? 232 : 224;
+    return two_fit(tokens, bands) ? 104 : 232;
 }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-
-struct TwoBits {
-    static constexpr bool kTwo = true;
-};
-struct FourBits {
-    static constexpr bool kTwo = false;
-};
 
 // Producer of one band's records and lists of outliers, a thread for each band; the first sets the
 // bytes of x, too, that a stage's barrier expects. Stages are numbered along k: first those of 2
@@ -91,53 +82,101 @@ BILLFISH_DEVICE void copy_band(const MixedLayer& layer, int bands, int m_tiles, 
     }
 }
 
-// Two sets of a list of outliers in shared memory: every lane holds an entry.
+// Two sets of a list of outliers in shared memory, of 32 outputs: every lane holds an entry.
 struct Held {
     u32 one = kEmpty, last = kLast;  // `last`: the list has no more
-    BILLFISH_DEVICE void load(u32 list, int lane) {  // of 32 outputs
-        one = load_smem_4(list + lane % 16 * 4);
-        last = one & kLast;
-        if (last) {
-            one = lane < 16 ? one : kEmpty;
-        } else {
-            const u32 second = load_smem_4(list + kSetBytes + lane % 16 * 4);
-            last = second & kLast;
-            one = lane < 16 ? one : second;
-        }
+    BILLFISH_DEVICE void load(u32 list, u32 lane) {
+        const u32 first = load_smem_4(list + lane % 16 * 4);
+        last = first & kLast;
+        if (lane < 16) one = first;
+        if (last) return;
+        const u32 second = load_smem_4(list + kSetBytes + lane % 16 * 4);
+        last = second & kLast;
+        if (lane >= 16) one = second;
     }
 };
 
-// Adds the outliers of a list that are among a warp's 16 outputs and 64 inputs (`key`, bits of an
-// entry) to its fragments of k16 steps `first` to first + kSteps - 1. `scale` is the unit.
-template <class T, bool kTwo, int kSteps>
-BILLFISH_DEVICE void add_outliers(Held held, u32 list, u32 key, int first, float scale, int lane,
-                                  u32 (&a)[kSteps][4]) {
-    // the bit of a column that tells the later two steps from the first two
-    constexpr u32 kStepBit = kSteps == 4 ? 0 : kTwo ? 8 : 32;
-    constexpr u32 kPlace = kEmpty | 0x30c0 | kStepBit;
-    key |= first ? kStepBit : 0;
-    for (;;) {
-#pragma unroll 1
-        for (u32 mine = ballot((held.one & kPlace) == key); mine; mine &= mine - 1) {
-            const u32 entry = shuffle(held.one, 31 - __clz(mine & 0 - mine));
-            const u32 column = entry % 64, inside = column % 16;
-            const u32 owner = entry / 256 % 8 * 4 + (kTwo ? column / 16 : inside / 2 % 4);
-            const u32 step = (kTwo ? inside / 4 : column / 16) % kSteps;
-            const u32 which = (kTwo ? inside / 2 % 2 : inside / 8) * 2 + entry / 2048 % 2;
-            const u32 value = T::from_float(T::to_float(entry >> 16) * scale);
-            const u32 more = lane == owner ? value << column % 2 * 16 : 0;
-#pragma unroll
-            for (u32 i = 0; i < kSteps; ++i) {
-                if (step != i) continue;
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) a[i][j] = T::add(a[i][j], which == j ? more : 0);
-            }
-        }
-        if (held.last) break;  // up to 0.2 % of outliers few lists have more than two sets
-        list += 2 * kSetBytes;
-        held.load(list, lane);
-    }
+// Slots of a warp's outliers, and one that nobody reads; where its results are turned at the end of
+// a tile.
+constexpr u32 kNoSlot = 2 * 32 * 8;
+static_assert(kNoSlot + 8 <= kTurnBytes, "slots");
+BILLFISH_DEVICE u32 slot_of_lane(u32 lane) { return lane / 4 * 64 + lane % 4 * 8; }
+BILLFISH_DEVICE void clear_slots(u32 slots, u32 lane) {
+    const float none[4] = {};
+    store_smem_16(slots + lane * 16, none);
+    __syncwarp();
 }
+
+// A stage's outliers of a warp's 16 outputs, each at the lane that decodes its weight: one that
+// holds an entry stores it in a slot of that lane, for each 64 inputs one slot of 8 bytes, the pair
+// of numbers to add and a bit for the register of the fragments, of 16. At 0.13 % a warp has 2.7
+// outliers in a stage; found by ballots and shuffled, they took 38 instructions each, one after the
+// other. `crowded`: two for one slot (6 % of stages), or a list of more than two sets.
+template <class T, bool kTwo>
+struct Routed {
+    u32 to, which;
+    uint2 got[2];  // [k64]
+    bool here, crowded;
+
+    static BILLFISH_DEVICE u32 slot_of(u32 entry) {  // [row r (8)][k64][lane % 4]
+        const u32 quarter = kTwo ? entry >> 1 & 0x18 : entry << 2 & 0x18;
+        return (entry >> 2 & 0x1c0) | (entry >> 1 & 0x20) | quarter;
+    }
+    static BILLFISH_DEVICE u32 register_of(u32 entry) {  // [step (4)][pair or 8 inputs on][r + 8]
+        return ((kTwo ? entry : entry >> 2) & 14) | (entry >> 11 & 1);
+    }
+    // Seven to a byte: one instruction makes predicates of them.
+    static constexpr BILLFISH_DEVICE u32 bit_of(u32 index) { return index + index * 37 / 256; }
+    static BILLFISH_DEVICE u32 pair_of(u32 entry, float unit) {
+        const float value = T::to_float(entry >> 16) * unit;
+        return T::pack(value, value) & (entry & 1 ? 0xffff0000u : 0xffffu);
+    }
+
+    // `key` has the bits of a place that the stage's outliers of a warp share.
+    BILLFISH_DEVICE void send(const Held& held, u32 slots, u32 key, float unit, u32 lane) {
+        here = (held.one & (kEmpty | 0x3000 | (kTwo ? 0x80 : 0))) == key;
+        to = slots + (here ? slot_of(held.one) : kNoSlot);
+        which = 1u << bit_of(register_of(held.one)) | lane << 24;
+        store_smem_8(to, __uint_as_float(pair_of(held.one, unit)), __uint_as_float(which));
+    }
+    // `mine` is this lane's slot. All are empty again afterwards.
+    BILLFISH_DEVICE void receive(const Held& held, u32 mine) {
+        __syncwarp();
+        got[0] = load_smem_8(mine), got[1] = load_smem_8(mine + 32);
+        crowded = any(here && load_smem_4(to + 4) != which) || !held.last;
+        __syncwarp();
+        store_smem_8(to, 0, 0);
+        __syncwarp();
+    }
+    // Adds them to the fragments of k16 steps `first` to first + kSteps - 1.
+    template <int kSteps>
+    BILLFISH_DEVICE void add(u32 (&a)[kSteps][4], int k64, int first) const {
+        const uint2 mine = got[k64];
+#pragma unroll
+        for (int i = 0; i < 4 * kSteps; ++i)
+            if (mine.y >> bit_of(first * 4 + i) & 1)
+                a[i / 4][i % 4] = T::add(a[i / 4][i % 4], mine.x);
+    }
+    // The same where it is crowded, one by one in the list's order; `key` has the 64 inputs, too.
+    template <int kSteps>
+    static BILLFISH_DEVICE void add_all(u32 list, u32 key, float unit, u32 lane,
+                                        u32 (&a)[kSteps][4], int first) {
+        for (;; list += 2 * kSetBytes) {
+            Held held;  // loaded again: kept, it would cost registers
+            held.load(list, lane);
+#pragma unroll 1
+            for (u32 mine = ballot((held.one & (kEmpty | 0x30c0)) == key); mine; mine &= mine - 1) {
+                const u32 entry = shuffle(held.one, 31 - __clz(mine & 0 - mine));
+                const bool owner = (slot_of(entry) & ~0x20u) == slot_of_lane(lane);
+                const u32 index = owner ? register_of(entry) : 16, pair = pair_of(entry, unit);
+#pragma unroll
+                for (u32 i = 0; i < 4 * kSteps; ++i)
+                    if (index == first * 4 + i) a[i / 4][i % 4] = T::add(a[i / 4][i % 4], pair);
+            }
+            if (held.last) break;
+        }
+    }
+};
 
 // Epilogue of gated tiles: two neighbouring warps have 16 gates and their ups. A warp's results are
 // transposed as in store_results, and the warp of the gates stores silu(gate) * up.
@@ -187,13 +226,13 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             int tiles_4, int sets, int band_words, int list_bytes, int whole, int stages,
             int stage_bytes, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    // k16 steps that are decoded at a time: with four and two blocks on an SM, registers would not
-    // do for products in flight.
-    constexpr int kSteps = two_fit(kTokens, kBands) ? 2 : 4;
+    // k16 steps that are decoded at a time: with four and 64 tokens, registers would not do for
+    // products in flight
+    constexpr int kSteps = kTokens == 64 ? 2 : 4;
     static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
     extern __shared__ __align__(1024) unsigned char smem[];
-    const BatchPlaces places{smem_address(smem)};
+    const BatchPlaces places{shuffle(smem_address(smem), 0)};  // see kept
     const MixedLayer layer{records, tiles_2, tiles_4, sets, band_words};
     const BandPlace at(layer.four_bytes(), list_bytes);
     const int bands = (n + kRecordN - 1) / kRecordN;
@@ -209,7 +248,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
 
     Walk walk(2 * tiles_2 + tiles_4, whole, m_tiles * n_tiles);
     if (threadIdx.x < kTeamThreads) {
-        give_registers<copy_registers(kBands)>();
+        give_registers<copy_registers(kTokens, kBands)>();
         if (threadIdx.x < kTeams * kBands) {
             copy_band<kTokens, kBands>(layer, bands, m_tiles, n_tiles, walk, stages, stage_bytes,
                                        at, places);
@@ -222,88 +261,89 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     }
     take_registers<math_registers(kTokens, kBands)>();
 
-    const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
-    const int warp = thread / 32 % 4, lane = thread % 32;
-    Slot slot(0);
+    const u32 thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
+    const u32 warp = thread / 32 % 4, lane = thread % 32;
+    const u32 turn = kept(places.ring() + stages * stage_bytes + thread / 32 * kTurnBytes, 0);
+    const u32 first_record = kept(x_bytes(kTokens) + team * kBands * at.bytes, 0);
+    const u32 list = kept(at.list + warp / 2 * (kSetBytes / 2), 0);  // of this warp's 32 outputs
+    const u32 my_slot = kept(turn + slot_of_lane(lane), lane);
+    ReadSlot slot{places.ring(), places.full(0), 0};
+    const auto first_band = [=](int tile) {
+        return static_cast<int>(TilePlace(tile, m_tiles, n_tiles).n_tile * kTeams + team) * kBands;
+    };
 #pragma unroll 1
     while (walk.next()) {
-        const TilePlace place(walk.tile, m_tiles, n_tiles);
-        const int first_band = place.n_tile * kTeams * kBands + team * kBands;
+        clear_slots(turn, lane);
         int unit[kBands];  // log2 of it
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
-            unit[band] = static_cast<int>(*layer.head(min(first_band + band, bands - 1)));
+            unit[band] = *layer.head(min(first_band(walk.tile) + band, bands - 1));
         float acc[kBands][kTokens / 2] = {};
-        const int list = at.list + warp / 2 * (kSetBytes / 2);  // of this warp's 32 outputs
-        // `count` stages of one kind. `load` has what the fragments of 64 inputs need, and makes
-        // them.
-        const auto run = [&](int count, auto kind, auto load) {
-            constexpr bool kTwo = decltype(kind)::kTwo;
+        const int have = bands - first_band(walk.tile);  // a missing band has no list
+        // `count` stages of one kind. `load` reads a record, and returns its fragments.
+        const auto run = [&](int count, auto load) {
+            constexpr bool kTwo = decltype(load(0, 0, 0))::kTwo;
             u32 a[2][kSteps][4];  // two buffers: in flight, and being decoded
+            u32 before = 0;       // the barrier that waits for the stage before
+            // of the places of a warp's outliers: 16 outputs, and half of a record of 2 bits
+            u32 key = warp << 12 | (kTwo ? walk.first % 2 << 7 : 0);
 #pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                const u32 stage = places.ring() + slot.index * stage_bytes;
-                const u64 x_at = x_descriptor(stage);
-                const int half = kTwo ? (walk.first + i) % 2 : 0;  // of a record of 2 bits
-                barrier_wait(places.full(slot.index), slot.parity);
-                const u32 first_record = stage + x_bytes(kTokens) + team * kBands * at.bytes;
-                Held held[kBands];
+            for (; count > 0; --count) {
+                const u64 x_at = x_descriptor(shuffle(slot.stage, 0));
+                barrier_wait(slot.full, slot.parity);
 #pragma unroll
-                for (int band = 0; band < kBands; ++band)
-                    if (first_band + band < bands)
-                        held[band].load(first_record + band * at.bytes + list, lane);
+                for (int band = 0; band < kBands; ++band) {
+                    const u32 record = slot.stage + first_record + band * at.bytes;
+                    const float times = __uint_as_float(127 + unit[band] << 23);
+                    Held held;
+                    if (band < have) held.load(record + list, lane);
+                    auto fragments = load(record, key >> 7 & 1, band);
+                    Routed<T, kTwo> outliers;
+                    // the quantizer gives groups of 4 bits none
+                    const bool some = kTwo || any(!(held.one & kEmpty));
+                    if (kTwo) outliers.send(held, turn, key, times, lane);
 #pragma unroll
-                for (int step = 0; step < 2 * kBands; ++step) {
-                    const int k64 = step / kBands, band = step % kBands;
-                    const u32 record = first_record + band * at.bytes;
-                    auto fragment = load(record, half, band, k64);
+                    for (int k64 = 0; k64 < 2; ++k64) {
+                        fragments.open(k64);
 #pragma unroll
-                    for (int first = 0; first < 4; first += kSteps) {
-                        u32(&now)[kSteps][4] = a[(step * 4 + first) / kSteps % 2];
+                        for (int first = 0; first < 4; first += kSteps) {
+                            u32(&now)[kSteps][4] = a[(k64 * 4 + first) / kSteps % 2];
+                            fragments.make(k64, first, now);
+                            if (some && k64 + first == 0) {
+                                if (!kTwo) outliers.send(held, turn, key, times, lane);
+                                outliers.receive(held, my_slot);
+                            }
+                            if (some && outliers.crowded)
+                                outliers.add_all(record + list, key | k64 << 6, times, lane,
+                                                 now, first);
+                            else if (some)
+                                outliers.add(now, k64, first);
+                            wgmma_fence();
 #pragma unroll
-                        for (int k16 = 0; k16 < kSteps; ++k16) fragment(first + k16, now[k16]);
-                        add_outliers<T, kTwo>(held[band], record + list,
-                                              warp << 12 | (half * 2 + k64) << 6, first,
-                                              __uint_as_float(127 + unit[band] << 23), lane, now);
-                        wgmma_fence();
-#pragma unroll
-                        for (int k16 = 0; k16 < kSteps; ++k16)  // 32 bytes on
-                            wgmma(T(), acc[band], now[k16],
-                                  x_at + (k64 * kTokens * kXLine + (first + k16) * 32) / 16);
-                        wgmma_commit();
-                        wgmma_wait<1>();
-                        if (step + first == 0 && i > 0 && lane == 0)  // the slot before was read
-                            barrier_arrive(
-                                places.empty((slot.index == 0 ? stages : slot.index) - 1));
+                            for (int k16 = 0; k16 < kSteps; ++k16)  // 32 bytes on
+                                wgmma(T(), acc[band], now[k16],
+                                      x_at + (k64 * kTokens * kXLine + (first + k16) * 32) / 16);
+                            wgmma_commit();
+                            wgmma_wait<1>();
+                            if (band + k64 + first == 0 && before && lane == 0)
+                                barrier_arrive(before);
+                        }
                     }
                 }
-                slot.next(stages);
+                before = slot.empty();
+                slot.next(places, stages, stage_bytes), key ^= kTwo ? 0x80 : 0;
             }
             wgmma_wait<0>();
-            if (count > 0 && lane == 0)
-                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+            if (before && lane == 0) barrier_arrive(before);
         };
         const int of_two = max(0, min(walk.count, 2 * tiles_2 - walk.first));
         u32 lean[kBands], more[kBands];
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
-            lean[band] = power<T>(unit[band] + Scaled<T>::kPlus);
-        run(of_two, TwoBits(), [&](u32 record, int half, int band, int k64) {
-            const u32 mine = warp / 2 * 32 + lane, brick = warp % 2;
-            const u32 behind = record + kTwoHalf - kTwoScales;  // half of the codes are here
-            const uint2 v = load_smem_8(record + k64 * 1024 + mine * 16 + brick * 8);
-            const u32 codes = load_smem_4(behind + kTwoScales + mine * 8 + half * 4) >> brick * 4;
-            const u32 zeros = load_smem_4(behind + kTwoZeros + mine * 4) >> (half * 4 + brick) * 2;
-            const u32 base = 0x00010001u * load_smem_2(behind + kTwoBases + warp / 2 * 64 +
-                                                       lane % 4 * 16 + half * 8 + k64 * 4 +
-                                                       brick * 2);
-            const TwoGroup<T, kZero, kStep> group(codes, k64 * 8, zeros, k64 * 4,
-                                                  offset_of<T>(base),
-                                                  base_of<T>(base, lean[band]));
-            return [=](int k16, u32(&a)[4]) {
-                const u32 words[2] = {v.x, v.y};
-                group.fragment(words, k16, a);
-            };
+            lean[band] = kept(power<T>(unit[band] + Scaled<T>::kPlus), 0);
+        const TwoLane two_lane(warp, lane);
+        run(of_two, [&](u32 record, int half, int band) {
+            return TwoFragments<T, kZero, kStep>(two_lane, record, half, lean[band]);
         });
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
@@ -312,20 +352,9 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             more[band] =
                 power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
         }
-        run(walk.count - of_two, FourBits(), [&](u32 record, int, int band, int k64) {
-            const uint4 v = load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
-            const u32 scales = record + kFourScales;
-            const u32 marks = load_smem_4(scales + sets * kFourSetBytes);
-            const u32 mine = scales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
-            FourGroup<T> group;
-            return [=, &lean, &more](int k16, u32(&a)[4]) mutable {
-                const int step = k64 * 4 + k16;
-                if (k16 == 0 || marks >> step & 1) {  // a part of k begins
-                    const int set = __popc(marks & (2u << step) - 1);
-                    group.set(load_smem_4(mine + set * kFourSetBytes), lean[band], more[band]);
-                }
-                group.fragment(k16 == 0 ? v.x : k16 == 1 ? v.y : k16 == 2 ? v.z : v.w, a);
-            };
+        const FourLane four_lane(warp, lane);
+        run(walk.count - of_two, [&](u32 record, int, int band) {
+            return FourFragments<T>(four_lane, record, sets, lean[band], more[band]);
         });
 
         MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
@@ -337,14 +366,14 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         for (int have = walk.count; have < walk.k_tiles; ++others)  // the last may go on elsewhere
             have += walk.stripe(others + 2) - walk.stripe(others + 1);
         if (others > 0) here.collect(&acc[0][0], others, lane);
-        const u32 turn = places.ring() + stages * stage_bytes + thread / 32 * kTurnBytes;
+        const int tile = kept(walk.tile, 0);  // its place is computed again: registers
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
             const float real = __uint_as_float(127 - unit[band] << 23);  // 1 / unit
 #pragma unroll
             for (int i = 0; i < kTokens / 2; ++i) acc[band][i] *= real;
-            const int token = place.m_tile * kTokens;
-            const int row = (first_band + band) * kRecordN + warp * 16;
+            const int token = TilePlace(tile, m_tiles, n_tiles).m_tile * kTokens;
+            const int row = (first_band(tile) + band) * kRecordN + warp * 16;
             if (gated)
                 store_gated<T, kTokens>(acc[band], bias, out, m, n, token, row, turn,
                                         thread / 64, warp % 2, lane);

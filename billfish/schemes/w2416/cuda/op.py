@@ -30,7 +30,6 @@ class CudaOp(Op):
     """For Hopper: bulk copies, clusters, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
-    by_name: ClassVar[bool] = True  # it was compiled and emulated, and has not run on a GPU yet
     run: ClassVar[int] = RUN
     striped: ClassVar[bool] = False
 

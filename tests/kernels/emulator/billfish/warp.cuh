@@ -22,6 +22,7 @@ inline u32 ballot(bool yes) {
     for (int lane = 0; lane < 32; ++lane) all |= (shuffle((u32)yes, lane) & 1) << lane;
     return all;
 }
+inline bool any(bool yes) { return ballot(yes) != 0; }
 inline uint4 load_table_16(const uint4* p) { return *p; }
 inline u32 float_bits(float v) { return bits_of(v); }
 inline uint4 load_global_bits_16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
