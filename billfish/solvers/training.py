@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 HELD_OUT = 24  # one sequence of so many is never trained on and decides whether training is kept
 WARMUP = 10  # steps
@@ -119,6 +121,23 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else dtype
 
 
+class FixedOrder(TorchFunctionMode):
+    """While attention's gradients are computed, all algorithms must be deterministic: flash
+    attention sums in a fixed order only then, not where a warning would do. Elsewhere one does:
+    matrix products would ask for a setting of the environment."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is scaled_dot_product_attention and made.grad_fn is not None:
+            made.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
+            made.grad_fn.register_hook(
+                lambda *_: torch.use_deterministic_algorithms(True, warn_only=True)
+            )
+        return made
+
+
 @contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
     """A GPU sums the gradients of attention in a fixed order; a CPU always does. cuDNN's attention
@@ -132,7 +151,7 @@ def reproducible(device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # for debugging only, and slow
     try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        with FixedOrder(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
         torch.use_deterministic_algorithms(before)

@@ -5,12 +5,13 @@ import pytest
 import torch
 from jobs import request
 from tiny import write_checkpoint
+from torch.nn.functional import scaled_dot_product_attention
 
 from billfish.offline import distill
 from billfish.offline.driver import quantize
 from billfish.schemes.w4a16 import W4A16
 from billfish.solvers import finetune, straight
-from billfish.solvers.training import Captured
+from billfish.solvers.training import Captured, reproducible
 
 pytestmark = pytest.mark.gpu
 W3 = W4A16(bits=3, group_size=32, symmetric=False)
@@ -76,3 +77,19 @@ def test_gradients_of_rounding_are_those_of_a_cpu():
         found.append([made.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_attention_are_summed_in_a_fixed_order():
+    """1024 tokens: several blocks of keys add to a query's gradient."""
+    source = torch.Generator("cuda").manual_seed(0)
+    shape = (8, 9, 1024, 64)
+    q, k, v, grad = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=source) for _ in range(4)
+    )
+    found = []
+    for _ in range(6):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with reproducible(torch.device("cuda")):
+            scaled_dot_product_attention(*leaves, is_causal=True).backward(grad)
+        found.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))

@@ -8,6 +8,7 @@ import torch
 from jobs import contents, request
 from safetensors.torch import load_file
 from tiny import ARCHITECTURES, write_checkpoint
+from torch.nn.functional import scaled_dot_product_attention
 
 from billfish.checkpoints import write as files
 from billfish.checkpoints.verify import verify
@@ -209,3 +210,23 @@ def test_what_cannot_be_trained_is_refused(tmp_path, source):
         QuantizeRequest(source, method="finetune", end_to_end=-1)
     with pytest.raises(UserError, match="two sequences"):
         quantize(request(source, tmp_path / "out", "sample", **{**TRAINED, "nsamples": 1}))
+
+
+def test_gradients_of_attention_need_deterministic_algorithms():
+    """And nothing else does: matrix products on a GPU would ask for an environment variable."""
+
+    def state():
+        return torch.is_deterministic_algorithms_warn_only_enabled()
+
+    seen, x = {}, torch.randn(1, 2, 8, 16).requires_grad_()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with training.FixedOrder():
+            before = x * 2
+            made = scaled_dot_product_attention(before, before, before)
+            made.grad_fn.register_prehook(lambda _: seen.update(inside=state()))
+            before.register_hook(lambda _: seen.update(after=state()))
+            made.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == {"inside": False, "after": True} and x.grad is not None
