@@ -5,7 +5,7 @@ k into stripes of equal length (stream-K). A cost model chooses.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from billfish.kernels.clusters import BAND, RESERVED
@@ -21,11 +21,21 @@ FLAGS = 8  # of a CTA: one for each warp that multiplies
 EVEN = 0.9  # use fewer CTAs, at least this share of those that fit, if all tiles split equally then
 LEAST_STRIPE = 4  # slices of 128 inputs: for shorter stripes the reduction costs more than it saves
 
-# Cost model, estimated from a few dozen timings of w4a16_batch on an H200. (tokens, bands) -> us
-# that a CTA alone on its SM needs for 128 inputs; two CTAs take twice as long. Then the us of a
-# split-K reduction: a constant, and for each 32 tokens x 128 outputs of the tile.
-STAGE_US = {(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}
+# us of a split-K reduction: a constant, and for each 32 tokens x 128 outputs of the tile.
 MEETING_US, MEETING_MORE_US = 1.5, 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a kernel's stages, estimated from timings on an H200."""
+
+    stage_us: Mapping[tuple[int, int], float]  # (tokens, bands): 128 inputs, alone on an SM
+    together: float  # how much longer it takes where two CTAs share an SM
+
+
+# A few dozen timings of w4a16_batch: one CTA keeps an SM busy.
+W4A16 = Costs({(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}, 2.0)
+INSTANCES = tuple(W4A16.stage_us)  # (tokens, bands)
 
 
 @dataclass(frozen=True)
@@ -97,21 +107,23 @@ def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) 
 
 
 def cuts() -> Iterator[Cut]:
-    for tokens, bands in STAGE_US:
+    for tokens, bands in INSTANCES:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
             yield Cut(tokens, bands, stripes)
 
 
-def model_us(how: Launch, k_tiles: int, gpu: Gpu) -> float:
+def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs = W4A16) -> float:
     """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
-    on_an_sm = min(cut.per_sm, math.ceil(how.blocks / gpu.sms))
+    shared = costs.together if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2 else 1.0
     stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
     meeting = MEETING_US + MEETING_MORE_US * cut.tokens * cut.bands / 32 if how.sums else 0.0
-    return stages * STAGE_US[cut.tokens, cut.bands] * on_an_sm + meeting
+    return stages * costs.stage_us[cut.tokens, cut.bands] * shared + meeting
 
 
-def cheapest(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
+def cheapest(
+    m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, costs: Costs = W4A16
+) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
     fit = (how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu)))
-    return min(fit, key=lambda how: model_us(how, k_tiles, gpu), default=None)
+    return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

@@ -130,7 +130,7 @@ class FixedOrder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is scaled_dot_product_attention and made.grad_fn is not None:
+        if func is scaled_dot_product_attention and "FlashAttention" in str(made.grad_fn):
             made.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
             made.grad_fn.register_hook(
                 lambda *_: torch.use_deterministic_algorithms(True, warn_only=True)

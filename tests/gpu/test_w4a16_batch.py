@@ -25,7 +25,7 @@ def plan_of(op):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.bits}bit-g{s.group_size}")
-@pytest.mark.parametrize("instance", list(tiles.STAGE_US), ids=str)
+@pytest.mark.parametrize("instance", list(tiles.INSTANCES), ids=str)
 def test_every_cut(instance, scheme, dtype):
     n, k = SIZES[scheme.group_size]
     op, weight = op_of(CudaOp, scheme, n, k, dtype)

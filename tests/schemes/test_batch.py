@@ -116,7 +116,7 @@ def test_measured_layers_get_what_was_measured():
             for m, cut in layer["cuts"].items():
                 how = batch.pick(int(m), layer["n"], math.ceil(layer["k"] / 128), 4224, gpu)
                 assert how.cut == Cut(*cut)
-                assert (how.cut.tokens, how.cut.bands) in tiles.STAGE_US  # an instance there is
+                assert (how.cut.tokens, how.cut.bands) in tiles.INSTANCES  # an instance there is
 
 
 def test_between_measured_tokens_the_next_more_counts():

@@ -13,6 +13,11 @@ from billfish.schemes.w2416.cuda.tile import list_bytes
 
 ORDER_THREADS = 256  # order.cuh
 MOST_ROWS = 256  # of CTAs of w2416_order; each takes several tokens
+# 8192 x 57344, all configurations at 32 to 1024 tokens: decoding leaves an SM idle, and two CTAs
+# take little longer than one.
+COSTS = tiles.Costs(
+    {(32, 1): 1.14, (64, 1): 1.46, (128, 1): 1.05, (128, 2): 2.09, (256, 1): 1.55}, 1.17
+)
 HALF_BYTES = TWO_WORDS * 4 - 2048  # half of a record of 2 bits has all its scales
 
 
@@ -37,7 +42,7 @@ class Launcher:
         self.gpu, self.shape, self.order = gpu, shape, order_kernel().load(gpu.index)
         self.kernels = {
             instance: batch_kernel(shape.dtype, *instance).load(gpu.index)
-            for instance in tiles.STAGE_US
+            for instance in tiles.INSTANCES
         }
 
     def of(
@@ -47,7 +52,7 @@ class Launcher:
         `how`, or the cheapest. None if lists of outliers are too long for shared memory."""
         shape, index, room = self.shape, self.gpu.index, band_bytes(self.shape)
         if how is None:
-            how = tiles.cheapest(m, shape.n, stages_along_k(shape), room, self.gpu)
+            how = tiles.cheapest(m, shape.n, stages_along_k(shape), room, self.gpu, COSTS)
         if how is None:
             return None
         chosen, order, width = how, self.order, inputs(shape)

@@ -53,7 +53,7 @@ def programs(dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
     if dtype not in TYPES or arch != ARCH:
         return ()
     kernels = [decode_kernel(dtype, tokens, bands) for tokens in (8, 16) for bands in (1, 2, 4)]
-    kernels += [batch_kernel(dtype, *instance) for instance in tiles.STAGE_US]
+    kernels += [batch_kernel(dtype, *instance) for instance in tiles.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, order_kernel(), panel_kernel(dtype)))
 
 

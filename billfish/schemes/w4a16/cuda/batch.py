@@ -13,8 +13,8 @@ from pathlib import Path
 from billfish.formats.layout import BRICK_K
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import (
+    INSTANCES,
     LEAST_STRIPE,
-    STAGE_US,
     Cut,
     Launch,
     cheapest,
@@ -48,7 +48,7 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
 
 def pick_invariant(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     """A split along k that depends on the layer alone: the same order of sums for every m."""
-    tokens = min((each for each, _ in STAGE_US if each >= m), default=max(STAGE_US)[0])
+    tokens = min((each for each, _ in INSTANCES if each >= m), default=max(INSTANCES)[0])
     how = launch(Cut(tokens, 1, 0), m, n, k_tiles, record_bytes, gpu)
     assert how is not None
     tiles = how.m_tiles * how.n_tiles

@@ -103,5 +103,5 @@ def programs(
         tokens = stripe_tokens(kind, dtype)
         kernels = [few_kernel(kind, dtype, t, stripe.BANDS[t]) for t in tokens]
     if runs_batches(kind, dtype, arch):
-        kernels += [batch_kernel(kind, dtype, *instance) for instance in tiles.STAGE_US]
+        kernels += [batch_kernel(kind, dtype, *instance) for instance in tiles.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

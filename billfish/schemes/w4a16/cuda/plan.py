@@ -56,7 +56,7 @@ class Plan:
         self.paths: dict[tuple[int, bool, bool], Path] = {}
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
-            for instance in tiles.STAGE_US:
+            for instance in tiles.INSTANCES:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
     def batch(
