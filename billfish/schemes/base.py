@@ -133,7 +133,7 @@ class Solved(ABC):
 
 class LinearOp(Protocol):
     name: ClassVar[str]
-    # Never chosen by `auto`: it is less exact than the scheme, or has not been proven on a device.
+    # Never chosen by `auto`: it is less exact than the scheme.
     by_name: ClassVar[bool]
     batch_invariant: ClassVar[bool]  # a row's result does not depend on the batch it is in
     # Its input: "x", the activations in their own dtype; or a name for the result of `prepare`,
