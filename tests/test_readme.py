@@ -4,6 +4,7 @@ are made again from the JSON there and must be in the text."""
 import json
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -114,11 +115,19 @@ def test_finetuning():
         scores = [f"{each[text]:.2f}" for text in ("valid", "test", "c4")]
         rows.append(row(method, names[each["data"]], f"{true:.2f}", *scores))
     table(rows)
+    four, three = (told["eval"][f"finetune {name}"]["test"] for name in ("w4 sym", "w3 asym"))
+    says(f"reached {four:.2f} on test with 4 bits and {three:.2f} with 3")
+    means = [
+        f"{mean(told['zero_shot'][f'{method} {name}']) * 100:.1f} %"
+        for name in ("w4 sym", "w3 asym")
+        for method in ("gptq", "finetune")
+    ]
+    says("with 4 bits GPTQ has {} and finetuning {}, with 3 bits {} and {}".format(*means))
 
 
 def test_stories15m():
     told = load("stories15m.json")
-    methods = {"gptq": "GPTQ", "awq": "AWQ", "rtn": "rounding to nearest"}
+    methods = {"gptq": "GPTQ", "awq": "AWQ", "rtn": "rounding to nearest", "finetune": "finetune"}
     rows = [row("original, fp32", "32", f"{told['original']['perplexity']:.3f}", "0")]
     for each in told["results"]:
         kind = "symmetric" if each["symmetric"] else "asymmetric"
@@ -166,6 +175,12 @@ def test_jobs():
 
 
 # --- kernels -------------------------------------------------------------------------------------
+
+
+def test_w2416_decodes():
+    told = load("h200-generate-8b-w2416.json")["variants"]
+    four, mixed = (each["points"][0]["decode_tokens_per_s"] for each in told)
+    says(f"{mixed:.0f} tokens/s for {four:.0f}")
 
 
 def test_products():
