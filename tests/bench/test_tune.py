@@ -20,12 +20,12 @@ TABLE = json.loads(batch.TABLE.read_text())
 
 def test_it_tries_the_models_choice_first_and_nothing_hopeless():
     tried = tuner.worth_trying(64, 4096, 32, 4224, H200)
-    expected = [tiles.model_us(how, 32, H200) for how in tried]
+    expected = [tiles.model_us(how, 32, H200, batch.COSTS) for how in tried]
     assert expected == sorted(expected) and expected[-1] <= 2 * expected[0]
     assert len(tried) > 1
     every = [tiles.launch(cut, 64, 4096, 32, 4224, H200) for cut in tiles.cuts()]
     left_out = {how for how in every if how} - set(tried)
-    assert all(tiles.model_us(how, 32, H200) > 2 * expected[0] for how in left_out)
+    assert all(tiles.model_us(how, 32, H200, batch.COSTS) > 2 * expected[0] for how in left_out)
 
 
 def test_a_search_replaces_what_the_table_has_of_its_layers():

@@ -96,10 +96,16 @@ def test_invariant_parts_do_not_depend_on_m():
 def test_the_model_counts_waves_and_meetings():
     one = tiles.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
     more = tiles.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
-    assert tiles.model_us(one, 32, OTHER) == 2 * tiles.model_us(more, 32, OTHER)
+    assert tiles.model_us(one, 32, OTHER, batch.COSTS) == 2 * tiles.model_us(
+        more, 32, OTHER, batch.COSTS
+    )
     split = tiles.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
-    assert tiles.model_us(more, 32, OTHER) < tiles.model_us(split, 32, OTHER)
-    assert tiles.model_us(split, 32, OTHER) < tiles.model_us(one, 32, OTHER)
+    assert tiles.model_us(more, 32, OTHER, batch.COSTS) < tiles.model_us(
+        split, 32, OTHER, batch.COSTS
+    )
+    assert tiles.model_us(split, 32, OTHER, batch.COSTS) < tiles.model_us(
+        one, 32, OTHER, batch.COSTS
+    )
 
 
 def test_small_layers_are_split_and_large_ones_take_large_tiles():
@@ -132,5 +138,7 @@ def test_a_measured_neighbour_does_not_leave_tiles_half_empty():
     how = batch.pick(272, 28672, 32, 4224, H200)
     assert how.cut.tokens < 256
     taken = tiles.launch(known[512], 272, 28672, 32, 4224, H200)
-    assert tiles.model_us(how, 32, H200) < batch.OVERRULES * tiles.model_us(taken, 32, H200)
+    assert tiles.model_us(how, 32, H200, batch.COSTS) < batch.OVERRULES * tiles.model_us(
+        taken, 32, H200, batch.COSTS
+    )
     assert batch.pick(512, 28672, 32, 4224, H200).cut == known[512]

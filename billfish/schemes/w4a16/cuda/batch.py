@@ -15,6 +15,7 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import (
     INSTANCES,
     LEAST_STRIPE,
+    Costs,
     Cut,
     Launch,
     cheapest,
@@ -22,6 +23,8 @@ from billfish.kernels.tiles import (
     model_us,
 )
 
+# A few dozen timings; one CTA keeps an SM busy.
+COSTS = Costs({(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}, 2.0)
 MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 # the model overrules a measurement for another m if it expects less than this share
 OVERRULES = 0.83
@@ -30,7 +33,7 @@ TABLE = Path(__file__).parent / "tuned.json"
 
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     """The measured configuration, or the best by the cost model."""
-    best = cheapest(m, n, k_tiles, record_bytes, gpu)
+    best = cheapest(m, n, k_tiles, record_bytes, gpu, COSTS)
     assert best is not None, "one always fits in a Hopper SM"
     measured = table().get((gpu.name, n, k_tiles), {})
     nearest = min((known for known in measured if known >= m), default=None)
@@ -41,7 +44,7 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     wasteful = (
         nearest > m
         and found is not None
-        and (model_us(best, k_tiles, gpu) < OVERRULES * model_us(found, k_tiles, gpu))
+        and (model_us(best, k_tiles, gpu, COSTS) < OVERRULES * model_us(found, k_tiles, gpu, COSTS))
     )
     return best if found is None or wasteful else found
 

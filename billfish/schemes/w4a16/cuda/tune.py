@@ -38,7 +38,11 @@ def check(rows: tuple[int, ...]) -> None:
 def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[tiles.Launch]:
     """Configurations that fit and are not hopeless by the cost model, the most promising first."""
     fit = (tiles.launch(cut, m, n, k_tiles, record_bytes, card) for cut in tiles.cuts())
-    found = sorted((tiles.model_us(how, k_tiles, card), i, how) for i, how in enumerate(fit) if how)
+    found = sorted(
+        (tiles.model_us(how, k_tiles, card, batch.COSTS), i, how)
+        for i, how in enumerate(fit)
+        if how
+    )
     return [how for us, _, how in found if us <= HOPELESS * found[0][0]]
 
 
