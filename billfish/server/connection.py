@@ -78,7 +78,9 @@ class Protocol(H11Protocol):
         state.idle[self] = None
         self._head.start()
         if len(state.connections) > state.max_connections:
-            next(iter(state.idle)).drop()
+            oldest = next(iter(state.idle))
+            if oldest is not self:  # all others are busy: it may ask for /health
+                oldest.drop()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

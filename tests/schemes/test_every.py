@@ -22,7 +22,6 @@ from billfish.errors import UserError
 from billfish.schemes import SCHEMES
 from billfish.schemes.base import bits_per_weight
 from billfish.schemes.registry import fields, from_fields, from_options, ops_of
-from billfish.schemes.w4a16.cuda.op import CudaOp
 from billfish.solvers.methods import METHODS
 
 # --- what is stored ------------------------------------------------------------------------------
@@ -186,7 +185,9 @@ def ops_that_arrange(scheme, n, k):
 @every_layer
 def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
     """The same words once, the same outputs, and each op as it was."""
-    monkeypatch.setattr(CudaOp, "_prepare", lambda op: None)
+    for kind in ops_of(scheme):
+        if hasattr(kind, "_prepare"):  # it would compile kernels
+            monkeypatch.setattr(kind, "_prepare", lambda op: None)
     each = [stored(scheme, rows, k) for rows in (128, 64, 33 if n % 16 else 48)]
     joined = []
     for op in ops_that_arrange(scheme, n, k):
@@ -196,7 +197,8 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         if whole is None:
             continue
         joined.append(op.name)
-        assert type(whole) is op and whole.nbytes() == before
+        # an order of inputs that all have is there once
+        assert type(whole) is op and 0.99 * before < whole.nbytes() <= before
         assert sum(part.nbytes() for part in parts) == before
         for part, tensors in zip(parts, each, strict=True):
             same(part.canonical(), tensors)

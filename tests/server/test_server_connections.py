@@ -108,6 +108,19 @@ def test_the_oldest_idle_connection_gives_way(door, monkeypatch):
     until(lambda: len(door.server.server_state.idle) == len(door.server.server_state.connections))
 
 
+def test_health_answers_where_every_connection_is_busy(door, monkeypatch):
+    monkeypatch.setattr(door.server.server_state, "max_connections", 8)
+    with ExitStack() as held:
+        for _ in range(8):  # whole heads, no bodies
+            held.enter_context(connect(door)).sendall(post(TEXT, 5, "secret"))
+        until(lambda: door.server.config.app.live == 8)
+        assert health(door) < 1
+        with connect(door) as silent:  # the next one takes the place of one that asks for nothing
+            until(lambda: len(door.server.server_state.connections) == 9)
+            assert health(door) < 1 and answer(silent) == b""
+    until(lambda: door.server.config.app.live == 0)
+
+
 def test_requests_have_a_bound_and_health_does_not(door, monkeypatch):
     monkeypatch.setattr(door.server.server_state, "max_connections", 40)
     monkeypatch.setattr(door.server.config.app, "max_requests", 24)

@@ -122,8 +122,8 @@ struct Sums {
     }
 
     // Adds the parts of this block's rows, output `first` and on, and stores the results. `gated`:
-    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results. Returns
-    // a number that depends on all that was read.
+    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results. The
+    // number returned depends on all that was read.
     template <class T, int kRun, class Worker>
     static BILLFISH_DEVICE float store(u32 buffer, const u16* bias, u16* out, const Worker& me,
                                       int m, int n, int first, int rows, bool gated) {
