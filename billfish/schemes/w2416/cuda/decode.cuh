@@ -35,7 +35,7 @@ struct MixedStage {
     static_assert(kTwoBytes <= kMostFour && kTwoK == 2 * kRecordK, "both kinds of record fit");
 };
 
-// Shared memory: [barriers, 256 B][stages][sums][spread outliers]. tile.py counts the same.
+// Shared memory: [barriers, 256 B][stages][sums]. tile.py counts the same.
 constexpr int kMixedBarrierBytes = 256;
 
 // `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others
@@ -161,8 +161,6 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         const int begin = two.before(pass, passes), end = two.before(pass + 1, passes);
         return static_cast<int>(*layer.head(two.first_band + min(begin + Me().band, end - 1)));
     };
-    const u32 spread = sums + Exchange::kBytes + Me().index * kSpreadBytes;
-    clear_spread(spread, lane);
     int next_unit = passes > 0 ? log_unit(0) : 0;  // known a pass ahead: it comes from memory
     cluster_wait();  // the other block's barriers must exist before the first remote store
     dependency_wait();
@@ -197,7 +195,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const u32 lean = power<T>(unit + Scaled<T>::kPlus);
             run(two.span, [&](u32 by) {
                 multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc);
-                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows, spread,
+                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows,
                                                      thread_index() % 32, scale, acc);
             });
         }
@@ -211,7 +209,7 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
             run(four.span, [&](u32 by) {
                 multiply_four<T, kTokens>(places, marks, by, lean, more, acc);
-                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows, spread,
+                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows,
                                                         thread_index() % 32, scale, acc);
             });
         }
