@@ -199,6 +199,11 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
     many = ["order", "batch"]
     cases = [(1, [8]), (8, [8]), (9, [16]), (17, many), (40, many), (700, many)]
     cases = [(*case, packed.shape) for case in cases]
+    # where a ring of one token has room for the lists and a ring of 16 has not, all m take panels
+    between = next(i for i in range(1, 999) if not tile.fits(6144, i, H200))
+    assert between > 8 and tile.pick_tile(1, 6144, between, H200).stages >= 2
+    shape = dataclasses.replace(packed.shape, longest=between)
+    assert all(plan.Plan(0, shape)._decode(m, False) is None for m in (1, 8, 16))
     for m, names, shape in [*cases, (3, ["panel"], crowded), (65, ["panel"], crowded)]:
         how = plan.Plan(0, shape)
         for gated in (False, True):

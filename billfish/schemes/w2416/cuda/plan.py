@@ -28,7 +28,6 @@ PANEL_THREADS, PANEL_SMEM = 256, 64 * 258 * 4  # panel.cuh
 # Each slice reads the weights again; decoded weights are written and read in 16 bits, 11 times as
 # many bytes as packed ones read once.
 MOST_SLICES = 4
-FEWEST_STAGES = 2  # of a ring
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
 # x, records, columns, bias, out
@@ -51,7 +50,7 @@ class Plan:
 
     def _decode(self, m: int, gated: bool) -> Path | None:
         shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.longest, self.gpu)
-        if how.stages < FEWEST_STAGES:
+        if not tile.fits(shape.n, shape.longest, self.gpu):
             return None
         kernel, stage = self.few[how.tokens], tile.stage_bytes(m, how.bands, shape.longest)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)

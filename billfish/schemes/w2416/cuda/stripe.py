@@ -11,11 +11,10 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.stripes import MOST_STAGES, Stripes
 from billfish.schemes.w2416.cuda.arrange import TWO_K, TWO_WORDS, N, Shape
 from billfish.schemes.w2416.cuda.instances import stripe_kernel
-from billfish.schemes.w2416.cuda.tile import list_bytes
+from billfish.schemes.w2416.cuda.tile import FEWEST_STAGES, list_bytes
 
 THREADS = 320  # eight warps that copy records and multiply, two that gather activations
 BANDS = 2  # of a tile: MARLIN's 128 outputs
-FEWEST_STAGES = 2
 
 
 def partition(shape: Shape, sms: int) -> Stripes:
@@ -61,7 +60,7 @@ class Launcher:
         kernel, smem = self.kernels[tokens_of(m)], smem_bytes(m, shape, gpu)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
         depth = stages(m, shape, gpu)
-        if depth < FEWEST_STAGES:
+        if stages(MOST_TOKENS, shape, gpu) < FEWEST_STAGES:  # for all m or none
             return None
 
         def run(

@@ -8,6 +8,7 @@ from billfish.schemes.w2416.cuda.arrange import MARK_WORDS, SET_WORDS, TWO_K
 THREADS = 320  # two producer warps, eight that multiply
 MOST_SETS = 8  # of scales in a 4-bit record
 BUFFERS = 1  # of partial sums
+FEWEST_STAGES = 2  # of a ring
 MOST_RECORD = 4096 + 4 * (MOST_SETS * SET_WORDS + MARK_WORDS)
 
 
@@ -25,3 +26,9 @@ def stage_bytes(m: int, bands: int, longest: int) -> int:
 
 def pick_tile(m: int, n: int, longest: int, gpu: Gpu) -> Tile:
     return pick(m, n, gpu, lambda tokens, bands: stage_bytes(m, bands, longest), BUFFERS)
+
+
+def fits(n: int, longest: int, gpu: Gpu) -> bool:
+    """Whether lists of outliers leave room for a ring; for all m or none, so that a row's sums do
+    not depend on m."""
+    return pick_tile(MOST_TOKENS, n, longest, gpu).stages >= FEWEST_STAGES
