@@ -122,9 +122,9 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 class FixedOrder(TorchFunctionMode):
-    """While attention's gradients are computed, all algorithms must be deterministic: flash
-    attention sums in a fixed order only then, not where a warning would do. Elsewhere one does:
-    matrix products would ask for a setting of the environment."""
+    """Makes flash attention sum its gradients in a fixed order: it does so where deterministic
+    algorithms are demanded, not where torch only warns. They are demanded during its backward pass
+    alone: cuBLAS' products would need the environment variable CUBLAS_WORKSPACE_CONFIG."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

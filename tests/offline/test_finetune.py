@@ -230,3 +230,20 @@ def test_gradients_of_attention_need_deterministic_algorithms():
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == {"inside": False, "after": True} and x.grad is not None
+
+
+@pytest.mark.parametrize(("scheme", "times"), [(W3, 1), (W2416(3.3), 4)], ids=["w4a16", "w2416"])
+def test_a_scheme_says_how_fast_its_scales_are_trained(
+    tmp_path, source, monkeypatch, scheme, times
+):
+    rates = set()
+
+    class Recorded(training.Adam):
+        def __init__(self, groups):
+            super().__init__(groups)
+            rates.update(self.rates)
+
+    monkeypatch.setattr(finetune, "Adam", Recorded)
+    asked = {**TRAINED, "scheme": scheme, "steps": 1, "nsamples": 8}
+    quantize(request(source, tmp_path / "out", "sample", **asked))
+    assert rates == {finetune.CODES, times * finetune.SCALES}

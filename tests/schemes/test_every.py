@@ -197,8 +197,10 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         if whole is None:
             continue
         joined.append(op.name)
-        # an order of inputs that all have is there once
-        assert type(whole) is op and 0.99 * before < whole.nbytes() <= before
+        # an order of inputs that all have is there once (w2416)
+        columns = getattr(getattr(whole, "packed", None), "columns", None)
+        twice = 0 if columns is None else columns.nbytes * (len(parts) - 1)
+        assert type(whole) is op and whole.nbytes() == before - twice
         assert sum(part.nbytes() for part in parts) == before
         for part, tensors in zip(parts, each, strict=True):
             same(part.canonical(), tensors)

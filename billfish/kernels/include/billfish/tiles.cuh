@@ -88,8 +88,7 @@ struct Slot {
     }
 };
 
-// A slot of the ring by its addresses: from its number they are computed in every
-// stage.
+// A slot of the ring by its addresses: from its number they would be computed in every stage.
 struct ReadSlot {
     u32 stage, full, parity;
     BILLFISH_DEVICE u32 empty() const { return full + 8 * kMostBatchStages; }

@@ -111,7 +111,7 @@ BILLFISH_DEVICE void clear_slots(u32 slots, u32 lane) {
 // holds an entry stores it in a slot of that lane, for each 64 inputs one slot of 8 bytes, the pair
 // of numbers to add and a bit for the register of the fragments, of 16. At 0.13 % a warp has 2.7
 // outliers in a stage; found by ballots and shuffled, they took 38 instructions each, one after the
-// other. `crowded`: two for one slot (6 % of stages), or a list of more than two sets.
+// other. `crowded`: two for one slot, or a list of more than two sets.
 template <class T, bool kTwo>
 struct Routed {
     u32 to, which;

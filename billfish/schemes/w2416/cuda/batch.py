@@ -13,8 +13,8 @@ from billfish.schemes.w2416.cuda.tile import list_bytes
 
 ORDER_THREADS = 256  # order.cuh
 MOST_ROWS = 256  # of CTAs of w2416_order; each takes several tokens
-# 8192 x 57344, all configurations at 32 to 1024 tokens: decoding leaves an SM idle, and two CTAs
-# take little longer than one.
+# Timings of 8192 x 57344 at 32 to 1024 tokens. One CTA waits for its own instructions, so two on an
+# SM take little longer than one.
 COSTS = tiles.Costs(
     {(32, 1): 1.14, (64, 1): 1.46, (128, 1): 1.05, (128, 2): 2.09, (256, 1): 1.55}, 1.17
 )

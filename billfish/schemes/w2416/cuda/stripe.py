@@ -31,7 +31,7 @@ def stage_bytes(m: int, shape: Shape) -> int:
 
 
 def sums(m: int) -> int:
-    """Of a tile: a CTA's partial ones in global memory."""
+    """fp32 elements of a CTA's partial sums of one tile, in global memory."""
     return BANDS * N * tokens_of(m)
 
 
