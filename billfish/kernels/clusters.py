@@ -40,9 +40,12 @@ def sums_bytes(tokens: int) -> int:
     return STAGE_RECORDS * BAND * tokens * 4
 
 
-def pick(m: int, n: int, gpu: Gpu, stage: Callable[[int, int], int], buffers: int) -> Tile:
+def pick(
+    m: int, n: int, gpu: Gpu, stage: Callable[[int, int], int], buffers: int, besides: int = 0
+) -> Tile:
     """A rule measured on an H200 (docs/LOG.md) and used for all GPUs. `stage(tokens, bands)` is the
-    bytes of a stage; a launch of several passes has `buffers` of partial sums.
+    bytes of a stage; a launch of several passes has `buffers` of partial sums; `besides`: bytes of
+    anything else.
 
     Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
     those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
@@ -56,7 +59,8 @@ def pick(m: int, n: int, gpu: Gpu, stage: Callable[[int, int], int], buffers: in
     share = -(-total // clusters)
     bands = share if share <= 2 else 4
     passes = -(-share // bands)
-    fixed, each = BARRIER_BYTES + sums_bytes(tokens) * min(passes, buffers), stage(tokens, bands)
+    fixed = BARRIER_BYTES + sums_bytes(tokens) * min(passes, buffers) + besides
+    each = stage(tokens, bands)
     room = gpu.smem_per_sm // 2 - RESERVED
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block

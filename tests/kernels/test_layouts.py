@@ -139,7 +139,7 @@ def mixed():
         stage = f"({lists} + 4 / {how.bands} * x_rows({how.tokens}, {m}) * kTwoK * 2)"
         yield stage, mixed_tile.stage_bytes(m, how.bands, longest)
         sums = f"Sums<{how.tokens}, {how.bands}>::kBytes"
-        yield f"kMixedBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+        yield f"kMixedBarrierBytes + {how.stages} * {stage} + {sums} + 8 * kSpreadBytes", how.smem
 
 
 def mixed_panel():

@@ -219,7 +219,7 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
                     assert (threads, cluster, pdl) == (tile.THREADS, 2, True) and grid == 132
                     assert arguments[-1] == gated and arguments[-5] == packed.records.shape[1]
                     stages, stage = arguments[-3:-1]
-                    assert smem == 256 + stages * stage + 1024 * name
+                    assert smem == 256 + stages * stage + 1024 * name + tile.SPREAD_BYTES
                 elif kernel == "order":
                     inputs = arguments[5]
                     assert grid[0] * threads * 8 >= inputs >= 576 and inputs % 128 == 0 and pdl
@@ -259,6 +259,6 @@ def test_stripes_of_every_m(monkeypatch, on_the_cpu):
             rows, *_, words, _, stages = arguments[7:]
             assert words == packed.records.shape[1] and rows in (m, 16, 8)
             each = stripe.stage_bytes(rows, packed.shape)
-            assert smem == stages * each <= A10.smem_per_block
+            assert smem == stages * each + tile.SPREAD_BYTES <= A10.smem_per_block
     # every stripe may leave a tile's sums behind
     assert set(asked) == {(72 * 128 * 16, 72)}

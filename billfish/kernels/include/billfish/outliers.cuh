@@ -40,47 +40,54 @@ struct Unit {
     BILLFISH_DEVICE explicit Unit(int e) : first(power<T>(e / 2)), second(power<T>(e - e / 2)) {}
 };
 
+constexpr int kSpreadBytes = 32 * 32;  // a warp's, zeros: 32 outputs x 16 entries of a set
+
+BILLFISH_DEVICE void clear_spread(u32 spread, u32 lane) {
+    const float zeros[4] = {};
+    for (u32 byte = lane * 16; byte < kSpreadBytes; byte += 32 * 16)
+        store_smem_16(spread + byte, zeros);
+    __syncwarp();
+}
+
 // acc (32 outputs x kTokens) += unit * outliers * x^T on the tensor cores: a set's 16 columns of x
-// are a k16 step in which every input has one output. Lane 4 r + c has entries 4 c to 4 c + 3 and
-// keeps those of rows r, r + 8, r + 16 and r + 24. `list` is the half's first set in shared memory,
+// are a k16 step in which every input has one output. Lane i puts entry i into its output's line of
+// `spread`, from where all take the A fragments. `list` is the half's first set in shared memory,
 // `x` token 0's line, of kInputs.
 template <class T, int kTokens, int kInputs>
-BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 lane, Unit<T> unit,
-                                       float (&acc)[2][kTokens / 8][4]) {
+BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 spread, u32 lane,
+                                       Unit<T> unit, float (&acc)[2][kTokens / 8][4]) {
     if (load_smem_4(list) & kEmpty) return;  // mostly of 4 bits: the quantizer gives them none
     const u32 token = min(lane / 4, rows - 1u), line = x + token * kInputs * 2;
 #pragma unroll 1
-    for (u32 at = list + lane % 4 * 16;; at += kSetBytes) {
-        const uint4 v = load_smem_16(at);
-        const u32 one[4] = {v.x, v.y, v.z, v.w};
-        u32 mine[4], b[kTokens / 8][4];
+    for (;; list += kSetBytes) {
+        const u32 mine = load_smem_4(list + lane % 16 * 4);
+        const u32 to = spread + mine / 256 % 32 * 32 + lane % 16 * 2;
+        const u32 value = T::mul(T::mul(mine >> 16, unit.first), unit.second);
+        if (lane < 16) store_smem_2(to, value);
+        u32 b[kTokens / 8][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // byte t is 255 if it is of row r + 8 t
-            mine[i] = (1u << (one[i] / 256 - lane / 4) % 32 & 0x01010101u) * 255;
+        for (int i = 0; i < 2; ++i) {  // columns 2 c and 2 c + 1 of the set, eight on
+            const uint2 two = load_smem_8(list + i * 32 + lane % 4 * 8);
 #pragma unroll
-            for (int block = 0; block < kTokens / 8; ++block)
-                b[block][i] = load_smem_2(line + block * 8 * kInputs * 2 +
-                                          (one[i] % 256 * 2 ^ token * 16));
-        }
-        u32 value[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            value[i] = T::mul(T::mul(pick_bytes(one[2 * i], one[2 * i + 1], 0x7632), unit.first),
-                              unit.second);
-#pragma unroll
-        for (int brick = 0; brick < 2; ++brick) {
-            u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // row r or r + 8 of the brick, entries 0, 1 or 2, 3
-                const u32 t = brick * 2 + i % 2, first = i / 2 * 2;
-                a[i] = value[i / 2] & pick_bytes(mine[first], mine[first + 1], t * 0x1111 + 0x4400);
+            for (int block = 0; block < kTokens / 8; ++block) {
+                const u32 from = line + block * 8 * kInputs * 2;
+                b[block][i] = pick_bytes(load_smem_2(from + (two.x % 256 * 2 ^ token * 16)),
+                                         load_smem_2(from + (two.y % 256 * 2 ^ token * 16)), 0x5410);
             }
+        }
+        __syncwarp();
+        u32 a[2][4];
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick)
+            load_matrices(a[brick], spread + (brick * 16 + lane % 16) * 32 + lane / 16 * 16);
+        __syncwarp();
+        if (lane < 16) store_smem_2(to, 0);
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick)
 #pragma unroll
             for (int block = 0; block < kTokens / 8; ++block)
-                T::mma(acc[brick][block], a, pick_bytes(b[block][0], b[block][1], 0x5410),
-                       pick_bytes(b[block][2], b[block][3], 0x5410));
-        }
-        if (one[0] & kLast) break;
+                T::mma(acc[brick][block], a[brick], b[block][0], b[block][1]);
+        if (mine & kLast) break;
     }
 }
 

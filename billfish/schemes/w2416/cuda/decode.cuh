@@ -35,7 +35,7 @@ struct MixedStage {
     static_assert(kTwoBytes <= kMostFour && kTwoK == 2 * kRecordK, "both kinds of record fit");
 };
 
-// Shared memory: [barriers, 256 B][stages][sums]. tile.py counts the same.
+// Shared memory: [barriers, 256 B][stages][sums][spread outliers]. tile.py counts the same.
 constexpr int kMixedBarrierBytes = 256;
 
 // `x` is (m, k), `out` (m, n). `gated`: of every 32 rows the first 16 are gates and the others
@@ -75,10 +75,10 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
     __syncthreads();
     cluster_arrive();
 
+    const PairedShare two(n, tiles_2), four(n, tiles_4);
+    const int passes = two.passes(kBands);
+    Slot slot;
     if (warp < kFirstMixedWarp) {
-        const PairedShare two(n, tiles_2), four(n, tiles_4);
-        const int passes = two.passes(kBands);
-        Slot slot;
         slot.parity = 1;  // the first round finds every slot empty
         if (warp == 0) {
             if (lane < 4) {
@@ -157,29 +157,25 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
         return;
     }
 
-    Slot slot;
+    const auto log_unit = [&](int pass) {
+        const int begin = two.before(pass, passes), end = two.before(pass + 1, passes);
+        return static_cast<int>(*layer.head(two.first_band + min(begin + Me().band, end - 1)));
+    };
+    const u32 spread = sums + Exchange::kBytes + Me().index * kSpreadBytes;
+    clear_spread(spread, lane);
+    int next_unit = passes > 0 ? log_unit(0) : 0;  // known a pass ahead: it comes from memory
     cluster_wait();  // the other block's barriers must exist before the first remote store
-    for (int pass = 0; pass < PairedShare(n, tiles_2).passes(kBands); ++pass) {
+    dependency_wait();
+    for (int pass = 0; pass < passes; ++pass) {
         float acc[2][kBlocks][4] = {};
-        const auto unit = [&] {  // log2 of it; read again: kept, it would cost a register
-            const PairedShare share(n, tiles_2);
-            const int passes = share.passes(kBands), begin = share.before(pass, passes);
-            const int band = min(Me().band, share.before(pass + 1, passes) - begin - 1);
-            return static_cast<int>(*layer.head(share.first_band + begin + band));
-        };
-        const auto run = [&](int tiles, auto multiply) {
-            int rounds, mine;  // stages, and those in which this warp has work
-            {
-                const PairedShare share(n, tiles);
-                const Me me;
-                const int passes = share.passes(kBands);
-                const int have = share.before(pass + 1, passes) - share.before(pass, passes);
-                rounds = (share.span + kSlices - 1) / kSlices;
-                mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
-            }
-            for (; rounds > 0; --rounds, --mine) {
+        const int begin = two.before(pass, passes), have = two.before(pass + 1, passes) - begin;
+        const int unit = next_unit;
+        if (pass + 1 < passes) next_unit = log_unit(pass + 1);
+        const auto run = [&](int span, auto multiply) {
+            const int works = Me().band < have ? span - Me().sub : 0;
+            for (int slice = 0; slice < span; slice += kSlices) {
                 barrier_wait(full + 8 * slot.index, slot.parity);
-                if (mine > 0) multiply(slot.index * stage_bytes);
+                if (slice < works) multiply(slot.index * stage_bytes);
                 __syncwarp();
                 float seen = 0;  // it depends on every byte read
 #pragma unroll
@@ -189,58 +185,47 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
                 slot.advance(stages);
             }
         };
+        const Unit<T> scale(unit);
+        const int place = Me().band * kSlices + Me().sub;  // of a record in a stage
         // Lists of outliers lie like records; a set has 64 bytes for each half of a record.
-        const auto list = [&] {
-            const Me me;
-            return ring + Stage::kLists + (me.band * kSlices + me.sub) * list_bytes +
-                   me.within % 2 * (kSetBytes / 2);
-        };
+        const u32 lists =
+            ring + Stage::kLists + place * list_bytes + Me().within % 2 * (kSetBytes / 2);
         {
-            const Me me;
-            const u32 x_at = ring + Stage::x(list_bytes) + me.sub * rows * kTwoK * 2;
+            const u32 x_at = ring + Stage::x(list_bytes) + Me().sub * rows * kTwoK * 2;
             // thread_index(): from threadIdx they would be computed again in every round
-            const TwoPlaces places(ring + (me.band * kSlices + me.sub) * kTwoBytes, x_at,
-                                   thread_index(), rows);
-            const int e = unit();
-            const u32 lists = list(), lean = power<T>(e + Scaled<T>::kPlus);
-            const Unit<T> scale(e);
-            if (pass == 0) dependency_wait();
-            run(tiles_2, [&](u32 by) {
+            const TwoPlaces places(ring + place * kTwoBytes, x_at, thread_index(), rows);
+            const u32 lean = power<T>(unit + Scaled<T>::kPlus);
+            run(two.span, [&](u32 by) {
                 multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc);
-                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows,
+                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows, spread,
                                                      thread_index() % 32, scale, acc);
             });
         }
         {
-            const Me me;
-            const u32 record = ring + (me.band * kSlices + me.sub) * layer.four_bytes();
-            const u32 x_at = ring + Stage::x(list_bytes) + me.sub * rows * kRecordK * 2;
+            const u32 record = ring + place * layer.four_bytes();
+            const u32 x_at = ring + Stage::x(list_bytes) + Me().sub * rows * kRecordK * 2;
             const FourPlaces places(record, x_at, thread_index(), rows);
-            const u32 marks = record + kFourScales + sets * kFourSetBytes, lists = list();
-            const int e = unit(), plus = e + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
+            const u32 marks = record + kFourScales + sets * kFourSetBytes;
+            const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
-            const Unit<T> scale(e);
-            run(tiles_4, [&](u32 by) {
+            run(four.span, [&](u32 by) {
                 multiply_four<T, kTokens>(places, marks, by, lean, more, acc);
-                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows,
+                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows, spread,
                                                         thread_index() % 32, scale, acc);
             });
         }
 
-        const PairedShare share(n, tiles_2);
         const Me me;
-        const int passes = share.passes(kBands);
-        const int have = share.before(pass + 1, passes) - share.before(pass, passes);
         const int rank = cluster_rank(), owned = have * (kRecordN / kCluster);  // rows of a block
-        const float real = __uint_as_float(127 - unit() << 23);  // 1 / unit
+        const float real = __uint_as_float(127 - unit << 23);  // 1 / unit
         if (me.index == 0 && me.lane == 0)
             barrier_arrive_expect(reduced, Exchange::expected(owned, m));
         if (pass > 0) barrier_wait(unread, pass - 1 & 1);
         if (me.band < have)
             Exchange::send(acc, sums, reduced, me, rank, owned, m,
                            [&](float sum, bool) { return sum * real; });
-        const int first = (share.first_band + share.before(pass, passes)) * kRecordN + rank * owned;
+        const int first = (two.first_band + begin) * kRecordN + rank * owned;
         barrier_wait(reduced, pass & 1);
         const float seen =
             Exchange::template store<T, 16>(sums, bias, out, me, m, n, first, owned, gated);

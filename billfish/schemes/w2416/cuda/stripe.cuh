@@ -19,7 +19,8 @@ constexpr int kTileBands = 2, kStageSlices = 2;
 constexpr int kMathThreads = 256, kAllThreads = kMathThreads + 32 * kStageSlices;
 constexpr int kOwners = 128;  // threads that hold a tile's final sums: those of the first slice
 
-// Shared memory: stages of [records: band, slice][their lists of outliers][x: slice, token].
+// Shared memory: stages of [records: band, slice][their lists of outliers][x: slice, token]; spread
+// outliers of eight warps.
 struct MixedRing {
     int lists, list_bytes, x, bytes;  // of a stage: byte offset of lists; of a list, of x; all
     u32 begin, end;
@@ -197,6 +198,8 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
                           x_at + sub * rows * kRecordK * 2, thread, rows);
     const u32 marks =
         ring.begin + record * layer.four_bytes() + kFourScales + sets * kFourSetBytes;
+    const u32 spread = ring.end + warp * kSpreadBytes;
+    clear_spread(spread, lane);
 
     while (now.left > 0) {
         const int tile = now.tile, first_band = tile * kTileBands;
@@ -214,15 +217,15 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
                 multiply_two<T, kZero, kStep, kTokens>(
                     two, by, power<T>(unit + Scaled<T>::kPlus), acc);
                 multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by + sub * rows * kTwoK * 2,
-                                                     rows, lane, Unit<T>(unit), acc);
+                                                     rows, spread, lane, Unit<T>(unit), acc);
             } else if (works) {
                 const u32 lean = power<T>(plus / 2);
                 const u32 more =
                     power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
                 multiply_four<T, kTokens>(four, marks, by, lean, more, acc);
                 multiply_outliers<T, kTokens, kRecordK>(
-                    lists + by, x_at + by + sub * rows * kRecordK * 2, rows, lane, Unit<T>(unit),
-                    acc);
+                    lists + by, x_at + by + sub * rows * kRecordK * 2, rows, spread, lane,
+                    Unit<T>(unit), acc);
             }
             used = now.stage;
         }

@@ -11,7 +11,7 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.stripes import MOST_STAGES, Stripes
 from billfish.schemes.w2416.cuda.arrange import TWO_K, TWO_WORDS, N, Shape
 from billfish.schemes.w2416.cuda.instances import stripe_kernel
-from billfish.schemes.w2416.cuda.tile import FEWEST_STAGES, list_bytes
+from billfish.schemes.w2416.cuda.tile import FEWEST_STAGES, SPREAD_BYTES, list_bytes
 
 THREADS = 320  # eight warps that copy records and multiply, two that gather activations
 BANDS = 2  # of a tile: MARLIN's 128 outputs
@@ -37,11 +37,11 @@ def sums(m: int) -> int:
 
 def stages(m: int, shape: Shape, gpu: Gpu) -> int:
     """4, as MARLIN has; where a CTA has 99 KB (sm_86, sm_89), 3 from 5 tokens on, 2 from 9 on."""
-    return min(MOST_STAGES, gpu.smem_per_block // stage_bytes(m, shape))
+    return min(MOST_STAGES, (gpu.smem_per_block - SPREAD_BYTES) // stage_bytes(m, shape))
 
 
 def smem_bytes(m: int, shape: Shape, gpu: Gpu) -> int:
-    return stages(m, shape, gpu) * stage_bytes(m, shape)
+    return stages(m, shape, gpu) * stage_bytes(m, shape) + SPREAD_BYTES
 
 
 class Launcher:

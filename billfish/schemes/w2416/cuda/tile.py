@@ -9,6 +9,7 @@ THREADS = 320  # two producer warps, eight that multiply
 MOST_SETS = 8  # of scales in a 4-bit record
 BUFFERS = 1  # of partial sums
 FEWEST_STAGES = 2  # of a ring
+SPREAD_BYTES = 8 * 1024  # of outliers (outliers.cuh), eight warps
 MOST_RECORD = 4096 + 4 * (MOST_SETS * SET_WORDS + MARK_WORDS)
 
 
@@ -25,7 +26,9 @@ def stage_bytes(m: int, bands: int, longest: int) -> int:
 
 
 def pick_tile(m: int, n: int, longest: int, gpu: Gpu) -> Tile:
-    return pick(m, n, gpu, lambda tokens, bands: stage_bytes(m, bands, longest), BUFFERS)
+    return pick(
+        m, n, gpu, lambda tokens, bands: stage_bytes(m, bands, longest), BUFFERS, SPREAD_BYTES
+    )
 
 
 def fits(n: int, longest: int, gpu: Gpu) -> bool:
