@@ -71,8 +71,9 @@ BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 spread, u3
 #pragma unroll
             for (int block = 0; block < kTokens / 8; ++block) {
                 const u32 from = line + block * 8 * kInputs * 2;
-                b[block][i] = pick_bytes(load_smem_2(from + (two.x % 256 * 2 ^ token * 16)),
-                                         load_smem_2(from + (two.y % 256 * 2 ^ token * 16)), 0x5410);
+                const u32 even = load_smem_2(from + (two.x % 256 * 2 ^ token * 16));
+                const u32 odd = load_smem_2(from + (two.y % 256 * 2 ^ token * 16));
+                b[block][i] = pick_bytes(even, odd, 0x5410);
             }
         }
         __syncwarp();
