@@ -49,9 +49,7 @@ def compiled_here(tmp_path_factory):
 
 
 def make(scheme, n, k, dtype, seed=0):
-    tensors = scheme.random_tensors(n, k, dtype, torch.Generator(DEVICE).manual_seed(seed))
-    order = scheme.random_tensors(16, k, dtype, torch.Generator(DEVICE).manual_seed(7))
-    return {**tensors, "input_bits": order["input_bits"]}  # the same for all layers of one k
+    return scheme.random_tensors(n, k, dtype, torch.Generator(DEVICE).manual_seed(seed))
 
 
 def some_x(m, k, dtype):

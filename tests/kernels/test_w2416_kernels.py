@@ -159,6 +159,8 @@ def striped(compiled, packed, x, bias, seed, text=None, sms=2, smem=99 * 1024):
 def layer(scheme, n, k, dtype):
     source = torch.Generator().manual_seed(n + k)
     tensors = scheme.random_tensors(n, k, dtype, source)
+    some = tensors["outlier_place"][..., ::2]  # in groups of 4 bits, too
+    some.copy_(torch.randint(16 * scheme.shares(k).part, some.shape, generator=source))
     x = torch.randn(80, k, generator=source).to(dtype)
     return tensors, x, torch.randn(n, generator=source).to(dtype)
 
@@ -267,7 +269,8 @@ def test_any_number_of_clusters(sms, compiled):
     tensors, x, _ = layer(scheme, 112, 96, FP16)
     packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:8])
     y = product(compiled, packed, x[:8], None, 2, sms=sms)
-    assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
+    error = (y.double() - wanted).norm() / wanted.norm()
+    assert error < 1.2 * ONE_ROUNDING[FP16], float(error)  # scales and weights are rounded, too
 
 
 @needs_compiler

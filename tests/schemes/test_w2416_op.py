@@ -40,9 +40,7 @@ def on_the_cpu(monkeypatch):
 
 
 def layer(n, k=576, seed=0, scheme=SCHEME, dtype=torch.bfloat16):
-    tensors = scheme.random_tensors(n, k, dtype, torch.Generator().manual_seed(seed + n))
-    same_inputs = scheme.random_tensors(16, k, dtype, torch.Generator().manual_seed(1))
-    return {**tensors, "input_bits": same_inputs["input_bits"]}
+    return scheme.random_tensors(n, k, dtype, torch.Generator().manual_seed(seed + n))
 
 
 def same(left, right):
@@ -130,7 +128,7 @@ def test_launches_fit_and_tokens_do_not_decide(n):
         assert all(2 <= how.stages <= 8 and how.smem <= gpu.smem_per_block for how in tiles)
         if tiles[0].blocks > gpu.sms:  # both slots of an SM
             assert all(2 * (how.smem + 1024) <= gpu.smem_per_sm for how in tiles)
-            assert (tiles[0].stages, tiles[7].stages, tiles[15].stages) in ((4, 4, 3), (4, 3, 2))
+            assert (tiles[0].stages, tiles[7].stages, tiles[15].stages) in ((4, 3, 3), (4, 3, 2))
 
 
 @pytest.mark.parametrize("gpu", [A100, A10, H200], ids=lambda gpu: gpu.arch)

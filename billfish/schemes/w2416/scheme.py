@@ -130,7 +130,9 @@ class W2416:
     def random_tensors(
         self, n: int, k: int, dtype: torch.dtype, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Every 2-bit group has one of the two inner zeros, so that weights have about mean 0."""
+        """Every 2-bit group has one of the two inner zeros, so that weights have about mean 0. As
+        the quantizer does it, layers of one k have the same groups of 4 bits, so that they can be
+        joined, and these groups no outliers."""
         share, device = self.shares(k), generator.device
         specs = self.tensors(n, k, dtype)
         made = {
@@ -140,7 +142,8 @@ class W2416:
             for name, spec in specs.items()
             if not spec.dtype.is_floating_point
         }
-        order = torch.rand(share.parts, share.two + share.four, generator=generator, device=device)
+        same = torch.Generator().manual_seed(k)
+        order = torch.rand(share.parts, share.two + share.four, generator=same).to(device)
         four = order.argsort(1) < share.four
         made["input_bits"] = torch.where(four, 4, 2).flatten().to(torch.uint8)
         inner = torch.randint(
@@ -150,9 +153,10 @@ class W2416:
         base = torch.full(specs["scale_base"].shape, STD / 1.2 / 15.5, device=device)
         made["scale_base"] = pack_base(base, torch.full_like(base, 8.0, dtype=torch.int32))
         place = torch.rand(
-            *specs["outlier_place"].shape[:2], BAND * share.part, generator=generator, device=device
+            n // BAND, share.parts, BAND, share.part, generator=generator, device=device
         )
-        made["outlier_place"] = place.argsort(-1)[..., : share.outliers].to(torch.int16)
+        place += four.repeat_interleave(GROUP, 1)[:, None]
+        made["outlier_place"] = place.flatten(2).argsort(-1)[..., : share.outliers].to(torch.int16)
         for name in ("weight_scale_4", "outlier_value"):
             made[name] = specs[name].empty(device)
         made["weight_scale_4"].uniform_(0.5 * STD / 4.6, 1.5 * STD / 4.6, generator=generator)
