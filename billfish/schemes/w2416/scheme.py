@@ -156,7 +156,9 @@ class W2416:
             n // BAND, share.parts, BAND, share.part, generator=generator, device=device
         )
         place += four.repeat_interleave(GROUP, 1)[:, None]
-        made["outlier_place"] = place.flatten(2).argsort(-1)[..., : share.outliers].to(torch.int16)
+        made["outlier_place"] = (
+            place.flatten(2).topk(share.outliers, largest=False).indices.to(torch.int16)
+        )
         for name in ("weight_scale_4", "outlier_value"):
             made[name] = specs[name].empty(device)
         made["weight_scale_4"].uniform_(0.5 * STD / 4.6, 1.5 * STD / 4.6, generator=generator)
