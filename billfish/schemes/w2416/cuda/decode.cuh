@@ -123,34 +123,38 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             }
             __syncwarp();
         } else {
+            const int stages_2 = (two.span + kSlices - 1) / kSlices;
+            const int all = stages_2 + (four.span + kSlices - 1) / kSlices;
+            int column[kSlices];  // known a stage ahead, the first before the previous kernel ends
+            const auto look_up = [&](int stage) {
+                const bool kind = stage >= stages_2;
+                const int groups = kind ? 8 : 16, span = kind ? four.span : two.span;
+                const int slice = (stage - kind * stages_2) * kSlices;
+                const int first = kind ? tiles_2 * 16 + four.k_begin * 8 : two.k_begin * 16;
+#pragma unroll
+                for (int sub = 0; sub < kSlices; ++sub)
+                    column[sub] =
+                        slice + sub < span
+                            ? columns[first + (slice + sub) * groups + lane / 2 % groups]
+                            : -1;
+            };
+            if (passes > 0) look_up(0);
             dependency_wait();
-            for (int pass = 0; pass < passes; ++pass) {
-#pragma unroll 1
-                for (int kind = 0; kind < 2; ++kind) {
-                    const int groups = kind ? 8 : 16, span = kind ? four.span : two.span;
-                    const int* table = columns + (kind ? tiles_2 * 16 + four.k_begin * groups
-                                                       : two.k_begin * groups);
-                    for (int slice = 0; slice < span; slice += kSlices) {
-                        int column[kSlices];
+            for (int stage = 0, left = passes * all; left > 0; --left) {
+                barrier_wait(empty + 8 * slot.index, slot.parity);
+                const u32 to = ring + slot.index * stage_bytes + Stage::x(list_bytes);
 #pragma unroll
-                        for (int sub = 0; sub < kSlices; ++sub)
-                            column[sub] = slice + sub < span
-                                              ? table[(slice + sub) * groups + lane / 2 % groups]
-                                              : -1;
-                        barrier_wait(empty + 8 * slot.index, slot.parity);
-                        const u32 to = ring + slot.index * stage_bytes + Stage::x(list_bytes);
-#pragma unroll
-                        for (int sub = 0; sub < kSlices; ++sub) {
-                            const u32 here = to + sub * rows * groups * 32;
-                            if (kind)
-                                gather_x<kRecordK, 32>(here, x, column[sub], k, m, lane);
-                            else
-                                gather_x<kTwoK, 32>(here, x, column[sub], k, m, lane);
-                        }
-                        barrier_arrive_after_copies(full + 8 * slot.index);
-                        slot.advance(stages);
-                    }
+                for (int sub = 0; sub < kSlices; ++sub) {
+                    const u32 here = to + sub * rows * (stage < stages_2 ? kTwoK : kRecordK) * 2;
+                    if (stage < stages_2)
+                        gather_x<kTwoK, 32>(here, x, column[sub], k, m, lane);
+                    else
+                        gather_x<kRecordK, 32>(here, x, column[sub], k, m, lane);
                 }
+                barrier_arrive_after_copies(full + 8 * slot.index);
+                slot.advance(stages);
+                stage = stage + 1 < all ? stage + 1 : 0;
+                look_up(stage);
             }
         }
         cluster_wait();
