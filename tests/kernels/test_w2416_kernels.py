@@ -370,7 +370,7 @@ MISTAKES = [
     ("batch", r"store_smem_8\(to, 0, 0\);", ";"),  # outliers of the stage before
     ("batch", r"clear_slots\(turn, lane\);", ""),
     ("stripe", r"wait_copies<\d>\(\);", ";"),
-    ("stripe", r"multiply_outliers<T, kTokens, kRecordK>\(", "(void)("),
+    ("stripe", r"SetPlaces<kRecordK>\(lists, ", "SetPlaces<kRecordK>(lists + 4, "),
 ]
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "billfish/mixed.cuh"
+#include "billfish/warp.cuh"
 
 namespace billfish {
 
@@ -36,8 +37,9 @@ struct MixedLayer {
 // 2^e as two factors of T, either of which it can hold where it cannot hold 2^e.
 template <class T>
 struct Unit {
-    u32 first, second;
-    BILLFISH_DEVICE explicit Unit(int e) : first(power<T>(e / 2)), second(power<T>(e - e / 2)) {}
+    u32 both;  // one a half; kept: it would be computed again for every set
+    BILLFISH_DEVICE explicit Unit(int e)
+        : both(kept(power<T>(e / 2) & 0xffff | power<T>(e - e / 2) << 16)) {}
 };
 
 constexpr int kSpreadBytes = 32 * 32;  // a warp's, zeros: 32 outputs x 16 entries of a set
@@ -49,30 +51,43 @@ BILLFISH_DEVICE void clear_spread(u32 spread, u32 lane) {
     __syncwarp();
 }
 
+// Addresses of a lane's operands, computed once a pass: `list` is the half's first set in shared
+// memory, `x` token 0's line, of kInputs.
+template <int kInputs>
+struct SetPlaces {
+    u32 entry, pairs, to, from, line, flip;
+    BILLFISH_DEVICE SetPlaces(u32 list, u32 x, int rows, u32 spread, u32 lane) {
+        const u32 token = min(lane / 4, rows - 1u);
+        entry = kept(list + lane % 16 * 4), pairs = kept(list + lane % 4 * 8);
+        to = kept(spread + lane % 16 * 2), from = kept(spread + lane % 16 * 32 + lane / 16 * 16);
+        line = kept(x + token * kInputs * 2), flip = token * 16;
+    }
+};
+
 // acc (32 outputs x kTokens) += unit * outliers * x^T on the tensor cores: a set's 16 columns of x
 // are a k16 step in which every input has one output. Lane i puts entry i into its output's line of
-// `spread`, from where all take the A fragments. `list` is the half's first set in shared memory,
-// `x` token 0's line, of kInputs.
+// `spread`, from where all take the A fragments. `by` is the distance from places to this stage.
 template <class T, int kTokens, int kInputs>
-BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 spread, u32 lane,
+BILLFISH_DEVICE void multiply_outliers(const SetPlaces<kInputs>& places, u32 by, u32 lane,
                                        Unit<T> unit, float (&acc)[2][kTokens / 8][4]) {
-    if (load_smem_4(list) & kEmpty) return;  // mostly of 4 bits: the quantizer gives them none
-    const u32 token = min(lane / 4, rows - 1u), line = x + token * kInputs * 2;
+    const u32 line = places.line + by;
+    u32 mine = load_smem_4(places.entry + by);
+    if (!billfish::any(!(mine & kEmpty))) return;  // of 4 bits: the quantizer gives them none
 #pragma unroll 1
-    for (;; list += kSetBytes) {
-        const u32 mine = load_smem_4(list + lane % 16 * 4);
-        const u32 to = spread + mine / 256 % 32 * 32 + lane % 16 * 2;
-        const u32 value = T::mul(T::mul(mine >> 16, unit.first), unit.second);
+    for (u32 at = by;;) {
+        const u32 to = places.to + mine / 256 % 32 * 32;
+        const u32 value =
+            T::mul(T::mul(mine >> 16, lower_twice(unit.both)), upper_twice(unit.both));
         if (lane < 16) store_smem_2(to, value);
         u32 b[kTokens / 8][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // columns 2 c and 2 c + 1 of the set, eight on
-            const uint2 two = load_smem_8(list + i * 32 + lane % 4 * 8);
+            const uint2 two = load_smem_8(places.pairs + at + i * 32);
 #pragma unroll
             for (int block = 0; block < kTokens / 8; ++block) {
                 const u32 from = line + block * 8 * kInputs * 2;
-                const u32 even = load_smem_2(from + (two.x % 256 * 2 ^ token * 16));
-                const u32 odd = load_smem_2(from + (two.y % 256 * 2 ^ token * 16));
+                const u32 even = load_smem_2(from + (two.x % 256 * 2 ^ places.flip));
+                const u32 odd = load_smem_2(from + (two.y % 256 * 2 ^ places.flip));
                 b[block][i] = pick_bytes(even, odd, 0x5410);
             }
         }
@@ -80,7 +95,7 @@ BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 spread, u3
         u32 a[2][4];
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick)
-            load_matrices(a[brick], spread + (brick * 16 + lane % 16) * 32 + lane / 16 * 16);
+            load_matrices(a[brick], places.from + brick * 16 * 32);
         __syncwarp();
         if (lane < 16) store_smem_2(to, 0);
 #pragma unroll
@@ -89,6 +104,8 @@ BILLFISH_DEVICE void multiply_outliers(u32 list, u32 x, int rows, u32 spread, u3
             for (int block = 0; block < kTokens / 8; ++block)
                 T::mma(acc[brick][block], a[brick], b[block][0], b[block][1]);
         if (mine & kLast) break;
+        at += kSetBytes;
+        mine = load_smem_4(places.entry + at);
     }
 }
 

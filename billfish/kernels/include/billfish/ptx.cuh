@@ -24,6 +24,12 @@ BILLFISH_DEVICE u32 thread_index() {
     return v;
 }
 
+// v, from a register: the compiler cannot compute it again instead.
+BILLFISH_DEVICE u32 kept(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // -- bits
 
 // a & mask | bits in one instruction. With two immediates ptxas needs two, since a LOP3 takes one;

@@ -199,10 +199,10 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             // thread_index(): from threadIdx they would be computed again in every round
             const TwoPlaces places(ring + place * kTwoBytes, x_at, thread_index(), rows);
             const u32 lean = power<T>(unit + Scaled<T>::kPlus);
+            const SetPlaces<kTwoK> sets_at(lists, x_at, rows, spread, thread_index() % 32);
             run(two.span, [&](u32 by) {
                 multiply_two<T, kZero, kStep, kTokens>(places, by, lean, acc);
-                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by, rows, spread,
-                                                     thread_index() % 32, scale, acc);
+                multiply_outliers<T, kTokens>(sets_at, by, thread_index() % 32, scale, acc);
             });
         }
         {
@@ -213,10 +213,10 @@ w2416_decode(const unsigned char* __restrict__ records, const int* __restrict__ 
             const int plus = unit + Scaled<T>::kPlusFour, lower = plus + Scaled<T>::kLower;
             const u32 lean = power<T>(plus / 2);
             const u32 more = power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
+            const SetPlaces<kRecordK> sets_at(lists, x_at, rows, spread, thread_index() % 32);
             run(four.span, [&](u32 by) {
                 multiply_four<T, kTokens>(places, marks, by, lean, more, acc);
-                multiply_outliers<T, kTokens, kRecordK>(lists + by, x_at + by, rows, spread,
-                                                        thread_index() % 32, scale, acc);
+                multiply_outliers<T, kTokens>(sets_at, by, thread_index() % 32, scale, acc);
             });
         }
 

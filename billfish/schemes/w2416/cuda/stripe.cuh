@@ -216,16 +216,17 @@ w2416_stripe(const unsigned char* __restrict__ records, const int* __restrict__ 
             if (works && now.two()) {
                 multiply_two<T, kZero, kStep, kTokens>(
                     two, by, power<T>(unit + Scaled<T>::kPlus), acc);
-                multiply_outliers<T, kTokens, kTwoK>(lists + by, x_at + by + sub * rows * kTwoK * 2,
-                                                     rows, spread, lane, Unit<T>(unit), acc);
+                const u32 line = x_at + sub * rows * kTwoK * 2;
+                multiply_outliers<T, kTokens>(SetPlaces<kTwoK>(lists, line, rows, spread, lane),
+                                              by, lane, Unit<T>(unit), acc);
             } else if (works) {
                 const u32 lean = power<T>(plus / 2);
                 const u32 more =
                     power<T>(plus - plus / 2) & 0xffff | power<T>(lower - plus / 2) << 16;
                 multiply_four<T, kTokens>(four, marks, by, lean, more, acc);
-                multiply_outliers<T, kTokens, kRecordK>(
-                    lists + by, x_at + by + sub * rows * kRecordK * 2, rows, spread, lane,
-                    Unit<T>(unit), acc);
+                const u32 line = x_at + sub * rows * kRecordK * 2;
+                multiply_outliers<T, kTokens>(SetPlaces<kRecordK>(lists, line, rows, spread, lane),
+                                              by, lane, Unit<T>(unit), acc);
             }
             used = now.stage;
         }

@@ -74,6 +74,7 @@ inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
 inline void barrier_init_fence() {}
 inline u32 thread_index() { return threadIdx.x; }
+inline u32 kept(u32 v) { return v; }
 inline u32 lower_twice(u32 v) { return (v & 0xffff) * 0x10001u; }
 inline u32 upper_twice(u32 v) { return (v >> 16) * 0x10001u; }
 inline u32 pick_bytes(u32 a, u32 b, u32 which) {
