@@ -125,6 +125,21 @@ def test_finetuning():
     says("with 4 bits GPTQ has {} and finetuning {}, with 3 bits {} and {}".format(*means))
 
 
+def test_bits():
+    told = load("smollm2-bits.json")
+    methods, original = {"gptq": "GPTQ", "finetune": "finetune"}, told["original"]["test"]
+    table(
+        row(
+            each["label"],
+            f"{each['true_bits']:.2f}",
+            methods[each["method"]],
+            f"{each['test']:.2f}",
+            f"{100 * (each['test'] / original - 1):+.0f} %",
+        )
+        for each in told["results"]
+    )
+
+
 def test_stories15m():
     told = load("stories15m.json")
     methods = {"gptq": "GPTQ", "awq": "AWQ", "rtn": "rounding to nearest", "finetune": "finetune"}
@@ -177,10 +192,42 @@ def test_jobs():
 # --- kernels -------------------------------------------------------------------------------------
 
 
+def test_w2416_products():
+    told = load("h200-w2416.json")
+    layers = {}
+    for each in told["times"]:
+        layers.setdefault((each["k"], each["n"]), {})[each["m"]] = each
+    order = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (8192, 57344)]
+    assert set(order) == set(layers)
+    rows = []
+    for k, n in order:
+        points = [layers[k, n].get(m) for m in (1, 8, 16, 32, 64, 128, 256, 1024)]
+        mine = [f"{point['w2416']:.1f}" if point else "-" for point in points]
+        other = [best(point["w4a16"], point["w2416"]) if point else "-" for point in points]
+        rows += [row(f"{k} x {n}", "w2416", *mine), row("", "w4a16", *other)]
+    table(rows)
+    one = told["chains"][0]
+    assert one["m"] == 1
+    says(f"take {one['w2416']:.1f} us at m = 1, with w4a16 {one['w4a16']:.1f}")
+
+
 def test_w2416_decodes():
-    told = load("h200-generate-8b-w2416.json")["variants"]
-    four, mixed = (each["points"][0]["decode_tokens_per_s"] for each in told)
-    says(f"{mixed:.0f} tokens/s for {four:.0f}")
+    rows = []
+    for variant in load("h200-generate-8b-w2416.json")["variants"]:
+        cells = []
+        for point in variant["points"]:
+            energy = point["energy"]
+            cells += [f"{point['decode_tokens_per_s']:.0f}", f"{energy['joules_per_token']:.2f}"]
+            cells.append(f"{energy['cost_per_million_tokens']:.3f}")
+        rows.append(row(variant["weights"], f"{variant['weight_bytes'] / 1e9:.1f}", *cells))
+    table(rows)
+    large = load("h200-generate-70b-w2416.json")
+    (variant,) = large["variants"]
+    assert large["settings"]["memory"] == 32e9
+    alone, many = (f"{point['decode_tokens_per_s']:.0f}" for point in variant["points"])
+    says(
+        f"{variant['weight_bytes'] / 1e9:.1f} GB of weights, {alone} tokens/s alone and {many} in a"
+    )
 
 
 def test_products():

@@ -65,7 +65,8 @@ class TrainableMixed:
     """
 
     # A 2-bit scale has 16 values, 3 % and more apart, and changes only in the middle between two.
-    # Held-out error of SmolLM2's second block with 1, 4 and 8: 0.0101, 0.0099, 0.0098.
+    # Held-out error of SmolLM2's second block with 1, 4 and 8: 0.0101, 0.0099, 0.0098; perplexity
+    # on WikiText-2 valid with 4 and 8 the same.
     scale_rate = 4.0
 
     def __init__(
