@@ -70,15 +70,17 @@ class Launch:
 
     @property
     def sums(self) -> int:
-        """fp32 elements of the split-K workspace."""
+        """Elements of the split-K workspace, 32 bits each."""
         split = self.whole < self.m_tiles * self.n_tiles
         return self.blocks * self.cut.tokens * self.cut.outputs if split else 0
 
 
-def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
+def launch(
+    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, input_bytes: int = 2
+) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
-    would be whole tiles."""
-    stage = cut.tokens * SLICE * 2 + TEAMS * cut.bands * record_bytes
+    would be whole tiles. `input_bytes`: of one number of x."""
+    stage = cut.tokens * SLICE * input_bytes + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
     stages = min(MOST_STAGES, (room - BARRIER_BYTES - TURN_BYTES) // stage)
@@ -120,8 +122,15 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
 
 
 def cheapest(
-    m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, costs: Costs
+    m: int,
+    n: int,
+    k_tiles: int,
+    record_bytes: int,
+    gpu: Gpu,
+    costs: Costs,
+    input_bytes: int = 2,
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
-    fit = (how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu)))
+    sizes = (m, n, k_tiles, record_bytes, gpu, input_bytes)
+    fit = (how for cut in cuts() if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

@@ -183,6 +183,19 @@ BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer) : "memory");
     return v;
 }
+BILLFISH_DEVICE uint4 load_global_16(const u32* pointer) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+    return v;
+}
+
+BILLFISH_DEVICE void store_global_16(float* pointer, float a, float b, float c, float d) {
+    *reinterpret_cast<float4*>(pointer) = make_float4(a, b, c, d);
+}
+BILLFISH_DEVICE void store_global_16(u32* pointer, u32 a, u32 b, u32 c, u32 d) {
+    *reinterpret_cast<uint4*>(pointer) = make_uint4(a, b, c, d);
+}
 
 BILLFISH_DEVICE void store_release(u32* pointer, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");

@@ -69,6 +69,9 @@ inline void wait_copies() { wait_groups(kPending); }
 
 inline u32 load_acquire(const u32* p) { yield(); return *p; }
 inline float4 load_global_16(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+inline uint4 load_global_16(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
+template <class V>
+inline void store_global_16(V* p, V a, V b, V c, V d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
 inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }

@@ -1,0 +1,166 @@
+"""Launches of one w4ax layer on one GPU: w4ax_quant, then w4ax_batch with a tile configuration that
+follows from m (kernels/tiles.py). Both are one torch operator, for torch.compile and CUDA graphs.
+
+Sums are integers, so that neither m nor the configuration changes a bit of the result.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.kernels import tensor_map, tiles, workspace
+from billfish.kernels.device import gpu
+from billfish.schemes.w4ax.cuda.arrange import Shape
+from billfish.schemes.w4ax.cuda.instances import TYPES, batch_kernel, quant_kernel
+
+RUN = 8  # gates, then ups: a thread has rows r and r + 8
+QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
+INPUT_BYTES = 1
+MOST_K = 2**17  # beyond, sums of k products of -128..112 and -127..127 exceed 32 bits
+# Not measured: what memory (32, 64 tokens) or the tensor cores' int8 rate at 1.75 GHz allows, and a
+# tenth more. Two CTAs on an SM share either.
+COSTS = tiles.Costs(
+    {(32, 1): 0.27, (64, 1): 0.28, (128, 1): 0.33, (128, 2): 0.64, (256, 1): 0.64}, 2.0
+)
+
+# x, records, bases, bias, out
+Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+
+
+def row_bytes(k: int) -> int:
+    """Of a token's quantized inputs: TMA copies rows of whole 16 bytes."""
+    return -(-k // 16) * 16
+
+
+class Plan:
+    """Everything about one layer's launches on one device that is the same in every call."""
+
+    def __init__(self, index: int, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.gpu = shape, gpu(index)
+        self.quant = quant_kernel(dtype).load(index)
+        self.batches = {
+            instance: batch_kernel(dtype, shape.record_group, *instance).load(index)
+            for instance in tiles.INSTANCES
+        }
+        self.paths: dict[tuple[int, bool], Path] = {}
+
+    def path(self, m: int, gated: bool) -> Path:
+        """The function that runs m tokens, cached for each m; `gated`: it stores silu(gate) *
+        up."""
+        found = self.paths.get((m, gated))
+        if found is None:
+            found = self.paths[m, gated] = self.launches(m, gated, self.pick(m))
+        return found
+
+    def pick(self, m: int) -> tiles.Launch:
+        shape = self.shape
+        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, self.gpu, COSTS, INPUT_BYTES)
+        found = tiles.cheapest(*sizes)
+        assert found is not None, "one always fits in a Hopper SM"
+        return found
+
+    def quantize(self, x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """Bytes (m, row bytes) in the order of the records; {scale, 128 * sum} of each token, with
+        room for an even number of them, since they are read in pairs."""
+        k = self.shape.k
+        inputs = torch.empty(m, row_bytes(k), dtype=torch.int8, device=x.device)
+        tokens = torch.empty(m + m % 2, 2, dtype=torch.int32, device=x.device)
+        arguments = (x.data_ptr(), inputs.data_ptr(), tokens.data_ptr(), k)
+        self.quant.launch(m, QUANT_THREADS, arguments, QUANT_SMEM, pdl=True)
+        return inputs, tokens
+
+    def launches(self, m: int, gated: bool, how: tiles.Launch) -> Path:
+        shape, index, cut = self.shape, self.gpu.index, how.cut
+        kernel, columns = self.batches[cut.tokens, cut.bands], row_bytes(shape.k) // 2
+        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
+
+        def run(
+            x: Tensor, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
+        ) -> None:
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if x.data_ptr() % 16:
+                x = x.clone()
+            inputs, tokens = self.quantize(x, m)
+            sums = locks = 0
+            if how.sums:
+                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+                sums, locks = left[0].data_ptr(), left[1].data_ptr()
+            arguments = (
+                records.data_ptr(),
+                tensor_map.of_rows(inputs.data_ptr(), m, columns, cut.tokens),
+                tokens.data_ptr(),
+                bases.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                sums,
+                locks,
+                *sizes,
+                how.early,
+                gated,
+            )
+            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
+
+        return run
+
+
+@cache
+def plan(index: int, shape: Shape, dtype: torch.dtype) -> Plan:
+    return Plan(index, shape, dtype)
+
+
+def linear(
+    x: Tensor,
+    records: Tensor,
+    bases: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    record_group: int,
+    gated: bool = False,
+) -> Tensor:
+    """x (..., k) -> (..., n) in x's dtype. `gated`: (..., n / 2), silu(gate) * up of rows
+    interleaved by RUN, without bias."""
+    if x.dtype not in TYPES:
+        raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
+    if x.shape[-1] != k:
+        raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {k}")
+    if x.device != records.device:
+        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
+    n = len(bases)
+    out = x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+    m = x.numel() // k
+    if m:
+        if bias is not None:
+            bias = bias.to(x.device, x.dtype).contiguous()
+        found = plan(x.get_device(), Shape(n, k, groups, record_group), x.dtype)
+        found.path(m, gated)(x, records, bases, bias, out)
+    return out
+
+
+# The operator that torch.compile and dispatch modes see; eager calls use `linear` directly.
+_library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "w4ax_linear(Tensor x, Tensor records, Tensor bases, Tensor? bias, int k, int groups, "
+    "int record_group, bool gated=False) -> Tensor"
+)
+_library.impl("w4ax_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
+operator = torch.ops.billfish.w4ax_linear.default
+
+
+@torch.library.register_fake("billfish::w4ax_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _fake(
+    x: Tensor,
+    records: Tensor,
+    bases: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    record_group: int,
+    gated: bool = False,
+) -> Tensor:
+    n = len(bases)
+    return x.new_empty(*x.shape[:-1], n // 2 if gated else n)

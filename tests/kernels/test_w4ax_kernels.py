@@ -1,0 +1,387 @@
+"""w4ax's kernels without a GPU: records, registers, and their own text on the emulated GPU
+(emulator/, test_emulated.py), whose products must be the oracle's bit for bit."""
+
+import itertools
+import re
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from cpp_compiler import compile_cpp, needs_compiler
+from torch.nn.functional import pad, silu
+
+import billfish
+from billfish.errors import UserError
+from billfish.formats import layout
+from billfish.kernels import jit, tiles
+from billfish.kernels.device import Gpu
+from billfish.kernels.tiles import Cut
+from billfish.schemes.gated import apart, order
+from billfish.schemes.w4ax.cuda import arrange, plan
+from billfish.schemes.w4ax.cuda.instances import programs
+
+HERE = Path(__file__).parent / "emulator"
+PACKAGE = Path(billfish.__file__).parent
+INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
+CUDA = PACKAGE / "schemes" / "w4ax" / "cuda"
+FP16, BF16 = torch.float16, torch.bfloat16
+TYPES = {FP16: "Half", BF16: "Bfloat"}
+THREADS = {"quant": plan.QUANT_THREADS, "batch": tiles.THREADS}
+ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
+
+
+def layer(n, k, group_size, dtype):
+    """Canonical tensors, x, bias. Some rows have the largest weights of either sign."""
+    source = torch.Generator().manual_seed(n + k)
+    groups = 1 if group_size == -1 else k // group_size
+    codes = torch.randint(0, 16, (n, k), generator=source)
+    scales = torch.randint(1, 17, (n, groups), generator=source)
+    codes[0], scales[0] = 0, 16
+    codes[-1], scales[-1] = 15, 16
+    tensors = {
+        "weight_packed": layout.compressed_tensors(4).pack(codes),
+        "group_scale": layout.pack_stream(pad(scales - 1, (0, -groups % 8)), 4),
+        "weight_scale": (torch.rand(n, 1, generator=source) * 0.002 + 0.0001).to(dtype),
+    }
+    x = torch.randn(300, k, generator=source)
+    x[1::3, :: max(1, k // 5)] *= 30  # outliers
+    return tensors, x.to(dtype), torch.randn(n, generator=source).to(dtype)
+
+
+def quantized(x):
+    """Bytes and scales of tokens, by the rule."""
+    a = x.float().abs().amax(-1, keepdim=True)
+    # not 127 / a, which torch computes as 127 * (1 / a), rounded twice
+    bytes_ = (x.float() * torch.full_like(a, 127).div(a)).round().clamp(-127, 127)
+    bad = ~a.isfinite()
+    return torch.where((a == 0) | bad, 0, bytes_).to(torch.int64), torch.where(
+        bad, torch.nan, a / 127
+    )
+
+
+def integers(tensors):
+    """(code - 8) * q, int64 (n, k)."""
+    words = tensors["weight_packed"]
+    n, k = words.shape[0], words.shape[1] * 8
+    codes = layout.compressed_tensors(4).unpack(words, n, k).long()
+    scales = layout.unpack_stream(tensors["group_scale"], 4).long() + 1
+    return codes, scales
+
+
+def oracle(tensors, group_size, x, bias=None):
+    codes, scales = integers(tensors)
+    size = codes.shape[1] if group_size == -1 else group_size
+    groups = codes.shape[1] // size
+    weights = (codes - 8) * scales[:, :groups].repeat_interleave(size, 1)
+    assert weights.min() >= -128 and weights.max() <= 112
+    small, scale = quantized(x)
+    sums = (small.double() @ weights.double().T).long()  # below 2^53: exact
+    y = sums.float() * (scale * tensors["weight_scale"].float().T)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+# -- records
+
+SHAPES = [(64, 128, 128), (65, 576, 64), (130, 96, 32), (3, 72, -1), (70, 1024, 512), (9, 192, 96)]
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_records_return_the_canonical_tensors(n, k, group_size, dtype):
+    tensors, _, _ = layer(n, k, group_size, dtype)
+    packed = arrange.pack(group_size, tensors)
+    shape = packed.shape
+    assert packed.records.shape == (shape.bands, shape.k_tiles, shape.record_bytes // 4)
+    again = arrange.unpack(packed)
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES[:5], ids=str)
+def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
+    """PTX: register r of lane l has, of 16 outputs x 32 inputs, row l / 4 + 8 (r % 2) and, in byte
+    b, input 16 (r / 2) + 4 (l % 4) + b; x's bytes are in the order of w4ax_quant."""
+    tensors, _, _ = layer(n, k, group_size, FP16)
+    codes, scales = integers(tensors)
+    packed = arrange.pack(group_size, tensors)
+    shape = packed.shape
+    codes = pad(codes, (0, shape.k_tiles * 128 - k, 0, shape.bands * 64 - n))
+    place = torch.arange(128)
+    j, t, b = place // 16, place // 4 % 4, place % 4
+    input_at = 16 * j + 2 * t + 8 * (b & 1) + (b >> 1)
+    assert sorted(input_at.tolist()) == list(range(128))
+    size = k if group_size == -1 else group_size
+    for band, tile in itertools.product(range(shape.bands), range(shape.k_tiles)):
+        record = packed.records[band, tile].view(torch.uint8)
+        words = record[:4096].view(2, 4, 32, 4, 4)  # k64, n16, lane, step, byte
+        bytes_ = record[4096:].view(4, 8, 2, shape.record_groups)
+        for n16, lane, r in itertools.product(range(4), (0, 5, 18, 31), range(4)):
+            row = n16 * 16 + lane // 4 + 8 * (r % 2)
+            for k32 in range(4):
+                word = words[k32 // 2, n16, lane, k32 % 2 * 2 + r // 2]
+                found = (word >> 4 if r % 2 else word & 15).tolist()
+                first = k32 * 32 + 16 * (r // 2) + 4 * (lane % 4)
+                inputs = tile * 128 + input_at[first : first + 4]
+                assert found == codes[band * 64 + row, inputs].tolist()
+                group = int(inputs[0]) // size
+                if band * 64 + row < n and group < shape.groups:
+                    q = bytes_[n16, lane // 4, r % 2, k32 * 32 // shape.record_group]
+                    assert int(q) == int(scales[band * 64 + row, group])
+
+
+def test_records_refuse_what_they_cannot_hold():
+    tensors, _, _ = layer(8, 96, 32, FP16)
+    with pytest.raises(UserError, match="groups of 48; its kernels take multiples of 32"):
+        arrange.pack(48, tensors)
+    with pytest.raises(UserError, match=r"scales are torch\.float32"):
+        arrange.pack(32, {**tensors, "weight_scale": tensors["weight_scale"].float()})
+
+
+def test_joined_layers_are_views():
+    parts = [arrange.pack(64, layer(n, 192, 64, BF16)[0]) for n in (128, 64, 40)]
+    whole, views = arrange.Packed.joined(parts)
+    assert whole.shape.n == 232 and len(whole.records) == 4
+    for part, view in zip(parts, views, strict=True):
+        assert view.records.untyped_storage().data_ptr() == whole.records.data_ptr()
+        for name, tensor in arrange.unpack(part).items():
+            assert torch.equal(arrange.unpack(view)[name], tensor)
+
+
+# -- registers
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernels_keep_to_their_registers(dtype):
+    # the other type has the same text, and as many registers
+    wanted = (
+        [program for size in (32, 64, 128) for program in programs(size, dtype, "sm_90a")[1:]]
+        if dtype == FP16
+        else list(programs(64, dtype, "sm_90a"))
+    )
+    assert len(set(wanted)) == (15 if dtype == FP16 else 6)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
+    for program, cubin in zip(wanted, made, strict=True):
+        assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
+        assert "Performance Loss" not in cubin.log  # wgmma one after the other
+        # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more
+        alone = re.search(r"batch<.*, (128|256), \d>", program.name)
+        assert 16 <= cubin.registers <= (168 if alone else 80), (program.name, cubin.registers)
+    assert not programs(64, dtype, "sm_80") and not programs(64, torch.float32, "sm_90a")
+
+
+# -- on the emulated GPU
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("emulator"), {}
+
+    def build(kernel, arguments, text=None):
+        key = (kernel, arguments, text)
+        if key not in known:
+            source, changed = CUDA / f"{kernel}.cuh", HERE
+            if text is not None:  # of the kernel, or of a header that is found before the real one
+                changed = folder / str(len(known))
+                (changed / "billfish").mkdir(parents=True)
+                name, content = text
+                (changed / "billfish" / name).write_text(content)
+                source = changed / "billfish" / name if name == source.name else source
+            *_, tokens, bands = "0", *arguments.split(",")
+            known[key] = compile_cpp(
+                HERE / "ax.cpp",
+                folder / f"run{len(known)}",
+                f"-I{changed}",
+                f"-I{HERE}",
+                f"-I{PACKAGE / 'kernels' / 'include'}",
+                f'-DKERNEL_FILE="{source}"',
+                f"-D{kernel.upper()}",
+                f"-DTHREADS={THREADS[kernel]}",
+                f"-DTOKENS={tokens}",
+                f"-DBANDS={bands}",
+                f"-DKERNEL=w4ax_{kernel}<{arguments}>",
+            )
+        return known[key]
+
+    return build
+
+
+def bytes_of(tensor):
+    content = b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return struct.pack("<Q", len(content)) + content
+
+
+def run(program, numbers, *inputs):
+    given = b"".join(map(bytes_of, inputs))
+    ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
+    assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
+    return bytearray(ran.stdout)
+
+
+def quantize(compiled, x, seed, text=None):
+    """Bytes (m, row bytes) in the kernel's order, scales (m) and 128 * sums (m)."""
+    m, k = x.shape
+    program = compiled("quant", TYPES[x.dtype], text)
+    numbers = (seed, m, 0, k, 0, m, 0, plan.QUANT_SMEM, 0, 0)
+    found = run(program, numbers, None, x, None, None, None)
+    size = m * plan.row_bytes(k)
+    inputs = torch.frombuffer(found[:size], dtype=torch.int8).view(m, -1)
+    pairs = torch.frombuffer(found[size:], dtype=torch.int32).view(m, 2)
+    return inputs, pairs
+
+
+def product(compiled, tensors, group_size, x, bias, seed, cut, text=None, gated=False, quant=None):
+    packed, (m, k) = arrange.pack(group_size, tensors), x.shape
+    shape = packed.shape
+    inputs, pairs = quantize(compiled, x, seed) if quant is None else quant
+    pairs = torch.cat([pairs, torch.full((m % 2, 2), -2, dtype=torch.int32)])
+    gpu = Gpu(0, "emulated", "sm_90a", 4, 232448, 233472, 0)
+    how = tiles.launch(cut, m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.INPUT_BYTES)
+    names = (TYPES[x.dtype], shape.record_group, cut.tokens, cut.bands)
+    program = compiled("batch", ",".join(map(str, names)), text)
+    sizes = (m, shape.n, k, shape.k_tiles, how.blocks, how.stages, how.smem, how.whole)
+    given = (packed.records, inputs, pairs, packed.bases, bias)
+    made = run(program, (seed, *sizes, int(gated)), *given)
+    return torch.frombuffer(made, dtype=x.dtype).view(m, -1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("k", [8, 72, 576, 4096, 9216])
+def test_activations(k, dtype, compiled):
+    """Zeros, Inf, NaN, one huge outlier, numbers just between two bytes."""
+    source = torch.Generator().manual_seed(k)
+    x = torch.randn(9, k, generator=source).to(dtype)
+    x[1] = 0
+    x[2, k // 2], x[3, -1], x[4, 0] = torch.inf, torch.nan, -torch.inf
+    x[5] *= 1e-3
+    x[5, k - 1] = -6e4
+    x[6] = (torch.arange(k) % 254 - 127) / 2
+    x[6, 0] = 127 / 2 if k == 8 else x[6, 0]
+    x[7] = torch.finfo(dtype).tiny
+    wanted, scale = quantized(x)
+    place = torch.arange(plan.row_bytes(k))
+    j, t, b = place // 16, place // 4 % 4, place % 4
+    ordered = pad(wanted, (0, -k % 16))[:, 16 * j + 2 * t + 8 * (b & 1) + (b >> 1)]
+    for seed in (1, 2):
+        inputs, pairs = quantize(compiled, x, seed)
+        assert torch.equal(inputs.long(), ordered)
+        assert torch.equal(pairs[:, 1].long(), 128 * wanted.sum(-1))
+        found = pairs[:, 0].contiguous().view(torch.float32)
+        assert torch.equal(found.nan_to_num(-1), scale[:, 0].nan_to_num(-1))
+        assert found.isnan().tolist() == [False, False, True, True, True, *[False] * 4]
+
+
+# n, k, group size, dtype, tile configuration, tokens: tiles that are whole and split along k, one
+# and several; tails of n, k and m; every instance
+BATCHES = [
+    (128, 256, 128, FP16, Cut(32, 1, 0), (1, 17, 32)),
+    (65, 72, -1, BF16, Cut(32, 1, 0), (3,)),
+    (301, 1152, 32, FP16, Cut(32, 1, 2), (16, 17)),
+    (130, 1536, 64, BF16, Cut(64, 1, 2), (61,)),
+    (520, 1408, 128, FP16, Cut(32, 1, 1), (40,)),
+    (200, 576, 64, BF16, Cut(64, 1, 0), (67,)),
+    (77, 1024, 64, FP16, Cut(128, 1, 1), (129,)),
+    (272, 1024, 32, BF16, Cut(128, 2, 1), (70,)),
+    (300, 2048, 256, FP16, Cut(128, 2, 0), (131,)),
+    (260, 1152, 128, BF16, Cut(256, 1, 1), (70,)),
+    (136, 640, 64, FP16, Cut(256, 1, 0), (257,)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4]}")
+def test_products(case, compiled):
+    """Bit for bit, in any order of events, with and without bias."""
+    n, k, group_size, dtype, cut, tokens = case
+    tensors, x, bias = layer(n, k, group_size, dtype)
+    for m in tokens:
+        for seed, add in ((1, bias), (2, None)):
+            y = product(compiled, tensors, group_size, x[:m], add, seed, cut)
+            assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
+
+
+@needs_compiler
+def test_the_largest_sums(compiled):
+    """All weights -128 or 112 and all bytes -127 or 127: unsigned sums pass 2^31, the result does
+    not; and a token of NaN touches no other."""
+    n, k = 72, 70_016
+    tensors, x, _ = layer(n, k, 128, BF16)
+    x = torch.ones(5, k, dtype=BF16)
+    x[1], x[2, 1::2], x[3, 7], x[4] = -1, -1, torch.nan, 0
+    y = product(compiled, tensors, 128, x, None, 1, Cut(32, 1, 2))
+    wanted = oracle(tensors, 128, x)
+    assert y[3].isnan().all() and (y[4] == 0).all()
+    assert torch.equal(y[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
+    base = tensors["weight_scale"].float()
+    assert float(y[0, 0]) == float((-128.0 * 127 * k * (base[0] / 127)).to(BF16))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "cut"),
+    [(BF16, Cut(64, 1, 2)), (FP16, Cut(32, 1, 0)), (BF16, Cut(128, 2, 1))],
+    ids=str,
+)
+def test_gated_products(dtype, cut, compiled):
+    """What the product without it stores, gated with torch's operators."""
+    n, k, m = 72, 2048, 35
+    tensors, x, _ = layer(2 * n, k, 64, dtype)
+    mixed = {name: tensor[order(2 * n, plan.RUN)] for name, tensor in tensors.items()}
+    exact = oracle(tensors, 64, x[:m])
+    y, both = (product(compiled, mixed, 64, x[:m], None, 2, cut, gated=g) for g in (True, False))
+    assert torch.equal(apart(both, plan.RUN), exact)
+    gate, up = exact.chunk(2, -1)
+    wanted = silu(gate) * up
+    assert y.shape == (m, n) and (y == wanted).float().mean() > 0.99
+    torch.testing.assert_close(y, wanted, rtol=4 * ONE_ROUNDING[dtype], atol=1e-30)
+
+
+MISTAKES = [
+    ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
+    ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
+    ("batch", r"word >> 4 & 0x0f0f0f0fu", "word & 0x0f0f0f0fu"),
+    ("batch", r"0x80808080u - ", "0x78787878u - "),
+    ("batch", r"lower \* kGroups \+ group", "lower * kGroups"),  # another group's scale
+    ("batch", r"\(warp \* 8 \+ lane / 4\) \* 2", "(warp * 8 + lane / 4)"),
+    ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
+    ("batch", r"acc\[some \* 8 \+ i \* 4 \+ j\] - .*;", "acc[some * 8 + i * 4 + j];"),
+    ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),
+    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("quant", r"v\[i % 2 \* 4 \+ i / 4\]", "v[i / 8 * 4 + i / 2 % 4]"),  # x's own order
+    ("quant", r"__float2int_rn\((.*?) \* inverse\)", r"(int)(\1 * inverse)"),
+    ("quant", r"static_cast<int>\(sum\)\) \* 128", "static_cast<int>(sum))"),
+    ("quant", r"__syncthreads\(\);", ""),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
+def test_the_emulator_sees_mistakes(mistake, compiled):
+    where, pattern, replacement = mistake
+    kernel, _, header = where.partition(": ")
+    path = (INCLUDE if header else CUDA) / f"{header or kernel}.cuh"
+    broken, count = re.subn(pattern, replacement, path.read_text())
+    assert count, "the text has changed: mend the pattern"
+    broken = (path.name, broken)
+    tensors, x, _ = layer(200, 8192, 64, FP16)  # the ring goes round; tiles are split
+    m = 20
+    right, wanted = quantize(compiled, x[:m], 1), oracle(tensors, 64, x[:m])
+    for seed in range(6):
+        try:
+            if kernel == "quant":
+                made = quantize(compiled, x[:m], seed, broken)
+                if not all(map(torch.equal, made, right)):
+                    return
+            else:
+                cut = Cut(32, 1, 2)
+                y = product(compiled, tensors, 64, x[:m], None, seed, cut, broken, quant=right)
+                if not torch.equal(y, wanted):
+                    return
+        except AssertionError:
+            return  # the emulator stopped it
+    pytest.fail("nothing seen")
