@@ -12,10 +12,10 @@ import pytest
 import torch
 from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
+from w4ax_layers import integers, layer, oracle, ordered, quantized
 
 import billfish
 from billfish.errors import UserError
-from billfish.formats import layout
 from billfish.kernels import jit, tiles
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import Cut
@@ -31,56 +31,6 @@ FP16, BF16 = torch.float16, torch.bfloat16
 TYPES = {FP16: "Half", BF16: "Bfloat"}
 THREADS = {"quant": plan.QUANT_THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
-
-
-def layer(n, k, group_size, dtype):
-    """Canonical tensors, x, bias. Some rows have the largest weights of either sign."""
-    source = torch.Generator().manual_seed(n + k)
-    groups = 1 if group_size == -1 else k // group_size
-    codes = torch.randint(0, 16, (n, k), generator=source)
-    scales = torch.randint(1, 17, (n, groups), generator=source)
-    codes[0], scales[0] = 0, 16
-    codes[-1], scales[-1] = 15, 16
-    tensors = {
-        "weight_packed": layout.compressed_tensors(4).pack(codes),
-        "group_scale": layout.pack_stream(pad(scales - 1, (0, -groups % 8)), 4),
-        "weight_scale": (torch.rand(n, 1, generator=source) * 0.002 + 0.0001).to(dtype),
-    }
-    x = torch.randn(300, k, generator=source)
-    x[1::3, :: max(1, k // 5)] *= 30  # outliers
-    return tensors, x.to(dtype), torch.randn(n, generator=source).to(dtype)
-
-
-def quantized(x):
-    """Bytes and scales of tokens, by the rule."""
-    a = x.float().abs().amax(-1, keepdim=True)
-    # not 127 / a, which torch computes as 127 * (1 / a), rounded twice
-    bytes_ = (x.float() * torch.full_like(a, 127).div(a)).round().clamp(-127, 127)
-    bad = ~a.isfinite()
-    return torch.where((a == 0) | bad, 0, bytes_).to(torch.int64), torch.where(
-        bad, torch.nan, a / 127
-    )
-
-
-def integers(tensors):
-    """(code - 8) * q, int64 (n, k)."""
-    words = tensors["weight_packed"]
-    n, k = words.shape[0], words.shape[1] * 8
-    codes = layout.compressed_tensors(4).unpack(words, n, k).long()
-    scales = layout.unpack_stream(tensors["group_scale"], 4).long() + 1
-    return codes, scales
-
-
-def oracle(tensors, group_size, x, bias=None):
-    codes, scales = integers(tensors)
-    size = codes.shape[1] if group_size == -1 else group_size
-    groups = codes.shape[1] // size
-    weights = (codes - 8) * scales[:, :groups].repeat_interleave(size, 1)
-    assert weights.min() >= -128 and weights.max() <= 112
-    small, scale = quantized(x)
-    sums = (small.double() @ weights.double().T).long()  # below 2^53: exact
-    y = sums.float() * (scale * tensors["weight_scale"].float().T)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 # -- records
@@ -110,9 +60,7 @@ def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
     packed = arrange.pack(group_size, tensors)
     shape = packed.shape
     codes = pad(codes, (0, shape.k_tiles * 128 - k, 0, shape.bands * 64 - n))
-    place = torch.arange(128)
-    j, t, b = place // 16, place // 4 % 4, place % 4
-    input_at = 16 * j + 2 * t + 8 * (b & 1) + (b >> 1)
+    input_at = ordered(torch.arange(128))
     assert sorted(input_at.tolist()) == list(range(128))
     size = k if group_size == -1 else group_size
     for band, tile in itertools.product(range(shape.bands), range(shape.k_tiles)):
@@ -264,12 +212,10 @@ def test_activations(k, dtype, compiled):
     x[6, 0] = 127 / 2 if k == 8 else x[6, 0]
     x[7] = torch.finfo(dtype).tiny
     wanted, scale = quantized(x)
-    place = torch.arange(plan.row_bytes(k))
-    j, t, b = place // 16, place // 4 % 4, place % 4
-    ordered = pad(wanted, (0, -k % 16))[:, 16 * j + 2 * t + 8 * (b & 1) + (b >> 1)]
+    right = ordered(pad(wanted, (0, -k % 16)))
     for seed in (1, 2):
         inputs, pairs = quantize(compiled, x, seed)
-        assert torch.equal(inputs.long(), ordered)
+        assert torch.equal(inputs.long(), right)
         assert torch.equal(pairs[:, 1].long(), 128 * wanted.sum(-1))
         found = pairs[:, 0].contiguous().view(torch.float32)
         assert torch.equal(found.nan_to_num(-1), scale[:, 0].nan_to_num(-1))
