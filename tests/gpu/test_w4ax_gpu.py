@@ -103,7 +103,8 @@ def test_every_tile(cut, dtype):
                 continue
             for _ in range(2):
                 out = torch.full((m, n), 7.0, dtype=dtype, device=DEVICE)
-                made.launches(m, False, how)(x[:m], packed.records, packed.bases, bias, out)
+                run = made.after_quant(m, made.batch(m, False, how))
+                run(x[:m], packed.records, packed.bases, bias, out)
                 assert torch.equal(out, exact[:m]), (m, how)
 
 

@@ -1,6 +1,6 @@
-// w4ax_quant or w4ax_batch (QUANT, BATCH) on the emulated GPU: SEED m n k k_tiles grid stages smem whole gated
-// < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and BANDS: the compiler's
-// command line.
+// w4ax_quant, w4ax_decode or w4ax_batch (QUANT, DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid
+// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and
+// BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
@@ -38,9 +38,14 @@ int main(int, char** arguments) {
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
         const TensorMap map{(const u16*)x.data(), m, width / 2, TOKENS};
-        KERNEL(records.data(), map, (const uint2*)tokens.data(), (const float*)bases.data(), bias_at, out.data(),
-               workspace.data(), locks.data(), m, n, (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles,
-               whole, stages, true, gated);
+        const uint2* tokens_at = (const uint2*)tokens.data();
+        const float* bases_at = (const float*)bases.data();
+#ifdef DECODE
+        KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), m, n, k_tiles, stages, gated);
+#else
+        KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), workspace.data(), locks.data(), m, n,
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true, gated);
+#endif
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");
     for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");

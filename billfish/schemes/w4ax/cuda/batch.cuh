@@ -1,32 +1,15 @@
 // w4ax_batch: y (m, n) = x (m, k) W^T with 4-bit weights and 8-bit activations, on the int8 tensor
 // cores of sm_90a.
 //
-// A weight is (code - 8) q b: q a group's scale, 1 to 16, and b its row's. (code - 8) q fits a
-// byte, so that the sums of a row are exact integers over all of k; b and the token's scale come in
-// the epilogue. Weights are wgmma's A operand, from registers, as unsigned bytes:
-//
-//     code q + (128 - 8 q) = (code - 8) q + 128      one multiply-add for four weights, no carries
-//
-// w4ax_quant brings 128 times the sum of a token's bytes, which is then taken off again. Flipping
-// the sign bit instead would be two more of seven instructions for eight weights. Sums are modulo
-// 2^32, in any order the same.
-//
-// Tiles, ring, split-K: as w4a16_batch (tiles.cuh). x: 128 bytes a token and stage.
+// Weights are wgmma's A operand, from registers, as unsigned bytes (bytes.cuh); x is the B operand,
+// 128 bytes a token and stage in shared memory. Sums are integers modulo 2^32 over all of k, in any
+// order the same; scales come in the epilogue. Tiles, ring, split-K: as w4a16_batch (tiles.cuh).
 #pragma once
 
+#include "billfish/bytes.cuh"
 #include "billfish/tiles.cuh"
 
 namespace billfish {
-
-// arrange.py writes it: words as w4a16's records, then group scales.
-template <int kGroup>
-struct AxRecord {
-    static_assert(kGroup == 32 || kGroup == 64 || kGroup == 128, "larger groups repeat scales");
-    static constexpr int kGroups = kRecordK / kGroup;
-    static constexpr int kScales = kRecordN * kRecordK / 2;  // byte offset
-    static constexpr int kBytes = kScales + kRecordN * kGroups;
-    static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
-};
 
 // One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
 template <int kGroup, int kTokens, int kBands>
@@ -36,46 +19,9 @@ struct AxStage {
     static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
 };
 
-// Group scales of a lane's two outputs of 16, r and r + 8, a byte for each group.
-template <int kGroup>
-struct AxScales {
-    static constexpr int kGroups = AxRecord<kGroup>::kGroups;
-    u32 bits[kGroups == 4 ? 2 : 1];
-    BILLFISH_DEVICE void load(u32 record, int warp, int lane) {
-        const u32 at =
-            record + AxRecord<kGroup>::kScales + (warp * 8 + lane / 4) * 2 * kGroups;
-        if constexpr (kGroups == 4) {
-            const uint2 both = load_smem_8(at);
-            bits[0] = both.x, bits[1] = both.y;
-        } else {
-            bits[0] = kGroups == 2 ? load_smem_4(at) : load_smem_2(at);
-        }
-    }
-    BILLFISH_DEVICE u32 of(int group, int lower) const {
-        const int byte = lower * kGroups + group;
-        return pick_bytes(bits[byte / 4], 0, 0x4440 | byte % 4);
-    }
-};
-
-// Four codes, a byte each, -> four weights + 128.
-struct AxGrain {
-    u32 times[2], plus[2];  // of outputs r and r + 8
-    BILLFISH_DEVICE void set(u32 upper, u32 lower) {
-        times[0] = upper, times[1] = lower;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) plus[i] = 0x80808080u - times[i] * 0x08080808u;
-    }
-    // A word of 16 inputs: half of a fragment of 32.
-    BILLFISH_DEVICE void decode(u32 word, u32& upper, u32& lower) const {
-        upper = (word & 0x0f0f0f0fu) * times[0] + plus[0];
-        lower = (word >> 4 & 0x0f0f0f0fu) * times[1] + plus[1];
-    }
-};
-
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// Epilogue, 16 tokens at a time: y = (sum - 128 times the sum of x) * (token's scale * row's base).
-// No multiply-add with the bias that follows: y is the same number with and without one.
+// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers.
 template <class T, int kTokens>
 BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const uint2* tokens,
                                      const float* bases, const u16* bias, u16* out, int m, int n,
@@ -94,12 +40,9 @@ BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const uint2*
             const int token = token_0 + some * 16 + i * 8 + lane % 4 * 2;  // and the next
             const uint4 two = token < m ? load_global_bits_16(tokens + token) : uint4{0, 0, 0, 0};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float scale = __uint_as_float(j % 2 ? two.z : two.x);
-                const u32 sum = acc[some * 8 + i * 4 + j] - (j % 2 ? two.w : two.y);
-                y[i * 4 + j] = __fmul_rn(static_cast<float>(static_cast<int>(sum)),
-                                         __fmul_rn(scale, base[j / 2]));
-            }
+            for (int j = 0; j < 4; ++j)
+                y[i * 4 + j] = scaled(acc[some * 8 + i * 4 + j], j % 2 ? two.z : two.x,
+                                      j % 2 ? two.w : two.y, base[j / 2]);
         }
         store_results<T, 16>(y, bias, out, m, n, token_0 + some * 16, row_0, gated, turn, lane);
     }

@@ -21,6 +21,11 @@ def quant_kernel(dtype: torch.dtype) -> Kernel:
 
 
 @functools.cache
+def decode_kernel(dtype: torch.dtype, group: int, tokens: int, bands: int) -> Kernel:
+    return _kernel("decode", dtype, group, tokens, bands)
+
+
+@functools.cache
 def batch_kernel(dtype: torch.dtype, group: int, tokens: int, bands: int) -> Kernel:
     return _kernel("batch", dtype, group, tokens, bands)
 
@@ -35,5 +40,6 @@ def programs(group_size: int, dtype: torch.dtype, arch: str) -> tuple[Program, .
     if dtype not in TYPES or arch != ARCH:
         return ()
     group = record_group(group_size)
-    kernels = [batch_kernel(dtype, group, *instance) for instance in tiles.INSTANCES]
+    kernels = [decode_kernel(dtype, group, t, b) for t in (8, 16) for b in (1, 2, 4)]
+    kernels += [batch_kernel(dtype, group, *instance) for instance in tiles.INSTANCES]
     return tuple(kernel.program for kernel in (quant_kernel(dtype), *kernels))

@@ -1,7 +1,7 @@
-"""Launches of one w4ax layer on one GPU: w4ax_quant, then w4ax_batch with a tile configuration that
-follows from m (kernels/tiles.py). Both are one torch operator, for torch.compile and CUDA graphs.
+"""Launches of one w4ax layer on one GPU: w4ax_quant, then the product, up to 16 tokens w4ax_decode,
+w4ax_batch beyond. Both launches are one torch operator, for torch.compile and CUDA graphs.
 
-Sums are integers, so that neither m nor the configuration changes a bit of the result.
+Sums are integers, so that neither m nor the tile configuration changes a bit of the result.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,17 @@ from torch import Tensor
 
 from billfish.errors import UserError
 from billfish.kernels import tensor_map, tiles, workspace
+from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
+from billfish.kernels.launch import Loaded
+from billfish.schemes.w4ax.cuda import tile
 from billfish.schemes.w4ax.cuda.arrange import Shape
-from billfish.schemes.w4ax.cuda.instances import TYPES, batch_kernel, quant_kernel
+from billfish.schemes.w4ax.cuda.instances import (
+    TYPES,
+    batch_kernel,
+    decode_kernel,
+    quant_kernel,
+)
 
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
 QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
@@ -26,8 +34,10 @@ COSTS = tiles.Costs(
     {(32, 1): 0.27, (64, 1): 0.28, (128, 1): 0.33, (128, 2): 0.64, (256, 1): 0.64}, 2.0
 )
 
-# x, records, bases, bias, out
 Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+"""x, records, bases, bias, out"""
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+"""quantized x and its tokens, records, bases, bias, out"""
 
 
 def row_bytes(k: int) -> int:
@@ -39,10 +49,14 @@ class Plan:
     """Everything about one layer's launches on one device that is the same in every call."""
 
     def __init__(self, index: int, shape: Shape, dtype: torch.dtype) -> None:
-        self.shape, self.gpu = shape, gpu(index)
+        self.shape, self.gpu, group = shape, gpu(index), shape.record_group
         self.quant = quant_kernel(dtype).load(index)
+        self.few = dict[int, Loaded]()
+        for m in (8, MOST_TOKENS):
+            bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
+            self.few[m] = decode_kernel(dtype, group, m, bands).load(index)
         self.batches = {
-            instance: batch_kernel(dtype, shape.record_group, *instance).load(index)
+            instance: batch_kernel(dtype, group, *instance).load(index)
             for instance in tiles.INSTANCES
         }
         self.paths: dict[tuple[int, bool], Path] = {}
@@ -52,7 +66,9 @@ class Plan:
         up."""
         found = self.paths.get((m, gated))
         if found is None:
-            found = self.paths[m, gated] = self.launches(m, gated, self.pick(m))
+            few = m <= MOST_TOKENS
+            product = self.decode(m, gated) if few else self.batch(m, gated, self.pick(m))
+            found = self.paths[m, gated] = self.after_quant(m, product)
         return found
 
     def pick(self, m: int) -> tiles.Launch:
@@ -72,11 +88,7 @@ class Plan:
         self.quant.launch(m, QUANT_THREADS, arguments, QUANT_SMEM, pdl=True)
         return inputs, tokens
 
-    def launches(self, m: int, gated: bool, how: tiles.Launch) -> Path:
-        shape, index, cut = self.shape, self.gpu.index, how.cut
-        kernel, columns = self.batches[cut.tokens, cut.bands], row_bytes(shape.k) // 2
-        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
-
+    def after_quant(self, m: int, product: Product) -> Path:
         def run(
             x: Tensor, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
@@ -85,6 +97,52 @@ class Plan:
             if x.data_ptr() % 16:
                 x = x.clone()
             inputs, tokens = self.quantize(x, m)
+            product(inputs, tokens, records, bases, bias, out)
+
+        return run
+
+    def decode(self, m: int, gated: bool) -> Product:
+        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.record_bytes, self.gpu)
+        kernel, columns = self.few[how.tokens], row_bytes(shape.k) // 2
+
+        def run(
+            inputs: Tensor,
+            tokens: Tensor,
+            records: Tensor,
+            bases: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+        ) -> None:
+            arguments = (
+                records.data_ptr(),
+                tensor_map.of_rows(inputs.data_ptr(), m, columns, how.tokens),
+                tokens.data_ptr(),
+                bases.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                m,
+                shape.n,
+                shape.k_tiles,
+                how.stages,
+                gated,
+            )
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, CLUSTER, True)
+
+        return run
+
+    def batch(self, m: int, gated: bool, how: tiles.Launch) -> Product:
+        shape, index, cut = self.shape, self.gpu.index, how.cut
+        kernel, columns = self.batches[cut.tokens, cut.bands], row_bytes(shape.k) // 2
+        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
+
+        def run(
+            inputs: Tensor,
+            tokens: Tensor,
+            records: Tensor,
+            bases: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+        ) -> None:
             sums = locks = 0
             if how.sums:
                 left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
