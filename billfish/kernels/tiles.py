@@ -5,7 +5,7 @@ k into stripes of equal length (stream-K). A cost model chooses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from billfish.kernels.clusters import BAND, RESERVED
@@ -33,7 +33,7 @@ class Costs:
     together: float  # how much longer it takes where two CTAs share an SM
 
 
-INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands
+INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands; of most kernels
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def launch(
     return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
 
 
-def cuts() -> Iterator[Cut]:
-    for tokens, bands in INSTANCES:
+def cuts(instances: Iterable[tuple[int, int]] = INSTANCES) -> Iterator[Cut]:
+    for tokens, bands in instances:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
             yield Cut(tokens, bands, stripes)
 
@@ -132,5 +132,5 @@ def cheapest(
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
     sizes = (m, n, k_tiles, record_bytes, gpu, input_bytes)
-    fit = (how for cut in cuts() if (how := launch(cut, *sizes)))
+    fit = (how for cut in cuts(costs.stage_us) if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

@@ -13,6 +13,7 @@ from billfish.kernels.device import gpu
 from billfish.kernels.launch import plain_launches
 from billfish.schemes.gated import apart, order
 from billfish.schemes.w4ax.cuda import plan
+from billfish.schemes.w4ax.cuda.instances import INSTANCES
 from billfish.schemes.w4ax.cuda.op import CudaOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_here")]
@@ -88,7 +89,7 @@ def test_activations(k, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("cut", list(tiles.cuts()), ids=str)
+@pytest.mark.parametrize("cut", list(tiles.cuts(INSTANCES)), ids=str)
 def test_every_tile(cut, dtype):
     """Every instance and way to spread it, whatever the cost model would take."""
     for group_size, n, k in [(64, 1040, 4096), (32, 81, 1536), (128, 4096, 8192)]:

@@ -13,6 +13,7 @@ from billfish.schemes.w4ax.cuda.arrange import record_group
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+INSTANCES = (*tiles.INSTANCES, (64, 2))  # tokens, bands of w4ax_batch
 
 
 @functools.cache
@@ -41,5 +42,5 @@ def programs(group_size: int, dtype: torch.dtype, arch: str) -> tuple[Program, .
         return ()
     group = record_group(group_size)
     kernels = [decode_kernel(dtype, group, t, b) for t in (8, 16) for b in (1, 2, 4)]
-    kernels += [batch_kernel(dtype, group, *instance) for instance in tiles.INSTANCES]
+    kernels += [batch_kernel(dtype, group, *instance) for instance in INSTANCES]
     return tuple(kernel.program for kernel in (quant_kernel(dtype), *kernels))

@@ -18,6 +18,7 @@ from billfish.kernels.launch import Loaded
 from billfish.schemes.w4ax.cuda import tile
 from billfish.schemes.w4ax.cuda.arrange import Shape
 from billfish.schemes.w4ax.cuda.instances import (
+    INSTANCES,
     TYPES,
     batch_kernel,
     decode_kernel,
@@ -28,11 +29,21 @@ RUN = 8  # gates, then ups: a thread has rows r and r + 8
 QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
 INPUT_BYTES = 1
 MOST_K = 2**17  # beyond, sums of k products of -128..112 and -127..127 exceed 32 bits
-# Not measured: what memory (32, 64 tokens) or the tensor cores' int8 rate at 1.75 GHz allows, and a
-# tenth more. Two CTAs on an SM share either.
+# Not measured, but what an SM's share of L2 allows, 48 KB/us (w4a16's tiles of 64 to 256 tokens
+# keep to it), and of memory, 32 KB/us; the tensor cores need 0.29 us for 128 x 128. Wider tiles of
+# outputs read x less often: two bands from 64 tokens on.
 COSTS = tiles.Costs(
-    {(32, 1): 0.27, (64, 1): 0.28, (128, 1): 0.33, (128, 2): 0.64, (256, 1): 0.64}, 2.0
+    {
+        (32, 1): 0.27,
+        (64, 1): 0.35,
+        (64, 2): 0.53,
+        (128, 1): 0.51,
+        (128, 2): 0.69,
+        (256, 1): 0.85,
+    },
+    2.0,
 )
+assert set(COSTS.stage_us) == set(INSTANCES)
 
 Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
 """x, records, bases, bias, out"""
@@ -56,8 +67,7 @@ class Plan:
             bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
             self.few[m] = decode_kernel(dtype, group, m, bands).load(index)
         self.batches = {
-            instance: batch_kernel(dtype, group, *instance).load(index)
-            for instance in tiles.INSTANCES
+            instance: batch_kernel(dtype, group, *instance).load(index) for instance in INSTANCES
         }
         self.paths: dict[tuple[int, bool], Path] = {}
 
