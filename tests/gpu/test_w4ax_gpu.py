@@ -11,7 +11,6 @@ from w4ax_layers import layer, oracle, ordered, quantized
 from billfish.kernels import cache, tiles
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import plain_launches
-from billfish.schemes.gated import apart, order
 from billfish.schemes.w4ax.cuda import plan
 from billfish.schemes.w4ax.cuda.instances import INSTANCES
 from billfish.schemes.w4ax.cuda.op import CudaOp
@@ -159,7 +158,6 @@ def test_joined_and_gated(dtype):
         torch.testing.assert_close(y, wanted, rtol=0.02, atol=1e-30)
     for part, tensors in zip(gated.parts, pair, strict=True):
         assert all(torch.equal(part.canonical()[name], tensors[name]) for name in tensors)
-    assert torch.equal(apart(whole(x)[:, :16], 8)[:, order(16, 8)], whole(x)[:, :16])
 
 
 def test_views_and_compile():
@@ -171,5 +169,5 @@ def test_views_and_compile():
     shifted = torch.empty(20 * 512 + 1, dtype=FP16, device=DEVICE)[1:].view(20, 512)
     shifted.copy_(x[:20])
     assert torch.equal(op(shifted), exact[:20])
-    compiled = torch.compile(lambda v: op(v) * 1, fullgraph=True)
+    compiled = torch.compile(lambda v: op(v) * 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x[:20]), exact[:20])
