@@ -5,7 +5,7 @@ k into stripes of equal length (stream-K). A cost model chooses.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from billfish.kernels.clusters import BAND, RESERVED
@@ -29,11 +29,12 @@ MEETING_US, MEETING_MORE_US = 1.5, 1.0
 class Costs:
     """Of a kernel's stages, estimated from timings on an H200."""
 
-    stage_us: Mapping[tuple[int, int], float]  # (tokens, bands): 128 inputs, alone on an SM
+    stage_us: Mapping[tuple[int, ...], float]  # by instance: 128 inputs, alone on an SM
     together: float  # how much longer it takes where two CTAs share an SM
 
 
-INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands
+# tokens and bands, or tokens, bands and sharers; these are of all kernels
+INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Cut:
     tokens: int  # 32, 64, 128 or 256
     bands: int  # bands of 64 outputs for each of two warpgroups
     stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
+    sharers: int = 1  # CTAs of a cluster, with tiles side by side along n, that share x
+
+    @property
+    def instance(self) -> tuple[int, ...]:
+        return (self.tokens, self.bands, self.sharers)[: 2 if self.sharers == 1 else 3]
 
     @property
     def outputs(self) -> int:
@@ -57,7 +63,7 @@ class Cut:
 class Launch:
     cut: Cut
     m_tiles: int
-    n_tiles: int
+    n_tiles: int  # those of a cluster count as one
     whole: int  # tiles that are not split; the others are split into stripes
     blocks: int
     stages: int
@@ -70,58 +76,69 @@ class Launch:
 
     @property
     def sums(self) -> int:
-        """fp32 elements of the split-K workspace."""
+        """Elements of the split-K workspace, 32 bits each."""
         split = self.whole < self.m_tiles * self.n_tiles
         return self.blocks * self.cut.tokens * self.cut.outputs if split else 0
 
 
-def launch(cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch | None:
+def launch(
+    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, input_bytes: int = 2
+) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
-    would be whole tiles."""
-    stage = cut.tokens * SLICE * 2 + TEAMS * cut.bands * record_bytes
+    would be whole tiles. `input_bytes`: of one number of x."""
+    stage = cut.tokens * SLICE * input_bytes + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
     stages = min(MOST_STAGES, (room - BARRIER_BYTES - TURN_BYTES) // stage)
     smem = BARRIER_BYTES + stages * stage + TURN_BYTES
     if stages < 2:
         return None
-    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
+    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / (cut.outputs * cut.sharers))
     tiles = whole = m_tiles * n_tiles
     if cut.stripes == 0:
-        blocks = min(tiles, gpu.sms * cut.per_sm)
+        groups = min(tiles, gpu.sms * cut.per_sm // cut.sharers)
     else:
-        blocks = slots = gpu.sms * cut.stripes
+        groups = slots = gpu.sms * cut.stripes // cut.sharers
         even = slots // tiles * tiles  # every tile is split into equally many parts
         if even >= EVEN * slots:
-            blocks = even
-        blocks = min(blocks, tiles * max(1, k_tiles // LEAST_STRIPE))
-        if tiles % blocks == 0:
+            groups = even
+        groups = min(groups, tiles * max(1, k_tiles // LEAST_STRIPE))
+        if tiles % groups == 0:
             return None
         # Stripes are one to two tiles long: shorter ones would leave more sums to reduce.
-        whole = max(0, tiles // blocks - 1) * blocks
+        whole = max(0, tiles // groups - 1) * groups
+    blocks = groups * cut.sharers
     # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
     return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
 
 
-def cuts() -> Iterator[Cut]:
-    for tokens, bands in INSTANCES:
+def cuts(instances: Iterable[tuple[int, ...]] = INSTANCES) -> Iterator[Cut]:
+    for tokens, bands, *sharers in instances:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
-            yield Cut(tokens, bands, stripes)
+            yield Cut(tokens, bands, stripes, *sharers)
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
     shared = costs.together if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2 else 1.0
-    stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
+    groups = how.blocks // cut.sharers
+    stages = (math.ceil(how.whole / groups) + (tiles - how.whole) / groups) * k_tiles
     meeting = MEETING_US + MEETING_MORE_US * cut.tokens * cut.bands / 32 if how.sums else 0.0
-    return stages * costs.stage_us[cut.tokens, cut.bands] * shared + meeting
+    return stages * costs.stage_us[cut.instance] * shared + meeting
 
 
 def cheapest(
-    m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, costs: Costs
+    m: int,
+    n: int,
+    k_tiles: int,
+    record_bytes: int,
+    gpu: Gpu,
+    costs: Costs,
+    input_bytes: int = 2,
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
-    fit = (how for cut in cuts() if (how := launch(cut, m, n, k_tiles, record_bytes, gpu)))
+    sizes = (m, n, k_tiles, record_bytes, gpu, input_bytes)
+    fit = (how for cut in cuts(costs.stage_us) if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

@@ -31,6 +31,7 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Dim { u32 x, y; };
 inline thread_local Dim threadIdx, blockIdx, gridDim;
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -38,6 +39,11 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __float2int_rn(float v) {  // saturates; NaN is 0
+    if (v != v) return 0;
+    return v >= 0x1p31f ? 0x7fffffff : v <= -0x1p31f ? -0x7fffffff - 1 : (int)lrintf(v);
+}
 
 inline void demand(bool right, const char* what) {
     if (!right) { printf("%s\n", what); exit(1); }
@@ -78,12 +84,14 @@ struct Barrier {
 
 struct Warp {
     float a[16][16], b[16][8];
+    int bytes_a[16][32], bytes_b[32][8];
     u32 rows[32];
     Gate gate;
 };
 
 struct Group {  // of four warps, for wgmma
     float a[64][16], b[256][16];
+    int bytes_a[64][32], bytes_b[256][32];
     Gate gate;
 };
 

@@ -114,4 +114,15 @@ BILLFISH_DEVICE u32 convert<Half, Half>(u32 bits) { return bits; }
 template <>
 BILLFISH_DEVICE u32 convert<Bfloat, Bfloat>(u32 bits) { return bits; }
 
+// d (16, 8) += a (16, 32) b (32, 8): unsigned bytes of a, signed ones of b, sums modulo 2^32. A
+// register has four neighbours along k: of a, row lane / 4 (+ 8: a[1], a[3]) and input 4 (lane % 4)
+// (+ 16: a[2], a[3]); of b, column lane / 4 and input 4 (lane % 4) (+ 16: b1).
+BILLFISH_DEVICE void mma_bytes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 }  // namespace billfish

@@ -189,6 +189,19 @@ BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer) : "memory");
     return v;
 }
+BILLFISH_DEVICE uint4 load_global_16(const u32* pointer) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+    return v;
+}
+
+BILLFISH_DEVICE void store_global_16(float* pointer, float a, float b, float c, float d) {
+    *reinterpret_cast<float4*>(pointer) = make_float4(a, b, c, d);
+}
+BILLFISH_DEVICE void store_global_16(u32* pointer, u32 a, u32 b, u32 c, u32 d) {
+    *reinterpret_cast<uint4*>(pointer) = make_uint4(a, b, c, d);
+}
 
 BILLFISH_DEVICE void store_release(u32* pointer, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
@@ -308,6 +321,21 @@ BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
     u32 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
     return v;
+}
+
+// Arrives on a barrier of any block of the cluster, given by in_block.
+BILLFISH_DEVICE void barrier_arrive_in_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
+}
+
+// copy_tensor to the same place of the blocks in `ranks`, a bit each; counts on each one's barrier.
+BILLFISH_DEVICE void copy_tensor_to(u16 ranks, u32 to, const TensorMap& map, int column, int row,
+                                    u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column),
+        "r"(row), "r"(barrier), "h"(ranks) : "memory");
 }
 
 // Stores 8 bytes in another block's shared memory and counts them on its barrier: needs no fence.

@@ -86,6 +86,9 @@ BILLFISH_DEVICE void linger(int records) {
         sleep_nanoseconds(200);
 }
 
+BILLFISH_DEVICE void load_sum(u32 address, float& v) { v = load_smem_float(address); }
+BILLFISH_DEVICE void load_sum(u32 address, u32& v) { v = load_smem_4(address); }
+
 // The sums of a pass, reduced once a tile (MARLIN 3.4): `rows` of its outputs belong to this block,
 // as many to the other one. `buffer` holds [block and slice][row][token].
 template <int kTokens, int kBands>
@@ -97,9 +100,9 @@ struct Sums {
         return kParts * rows * ((m + 1) / 2) * 8;
     }
 
-    // A warp's sums to their owners; `finish(sum, lower)` is what is sent.
-    template <class Worker, class Finish>
-    static BILLFISH_DEVICE void send(const float (&acc)[2][kTokens / 8][4], u32 buffer, u32 barrier,
+    // A warp's sums to their owners; `finish(sum, lower)` is what is sent, of integers the bits.
+    template <class V, class Worker, class Finish>
+    static BILLFISH_DEVICE void send(const V (&acc)[2][kTokens / 8][4], u32 buffer, u32 barrier,
                                      const Worker& me, int rank, int rows, int m, Finish finish) {
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
@@ -112,7 +115,7 @@ struct Sums {
                 const u32 signal = in_block(barrier, owner);
 #pragma unroll
                 for (int block = 0; block < kTokens / 8; ++block) {
-                    const float(&sum)[4] = acc[brick][block];
+                    const V(&sum)[4] = acc[brick][block];
                     if (block * 8 + me.lane % 4 * 2 < m)
                         store_remote(to + block * 32, finish(sum[lower * 2], lower),
                                      finish(sum[lower * 2 + 1], lower), signal);
@@ -121,22 +124,32 @@ struct Sums {
         }
     }
 
-    // Adds the parts of this block's rows, output `first` and on, and stores the results. `gated`:
-    // of every 2 kRun rows the first kRun are gates and the others their ups, n / 2 results. The
-    // number returned depends on all that was read.
     template <class T, int kRun, class Worker>
     static BILLFISH_DEVICE float store(u32 buffer, const u16* bias, u16* out, const Worker& me,
                                       int m, int n, int first, int rows, bool gated) {
+        return store_as<float, T, kRun>(buffer, bias, out, me, m, n, first, rows, gated,
+                                        [](float sum, int) { return sum; });
+    }
+
+    // Adds the parts of this block's rows, output `first` and on, as numbers of type V, and stores
+    // `value(sum, token)` of each. A warp has the same row of every token. `gated`: of every 2 kRun
+    // rows the first kRun are gates and the others their ups, n / 2 results. The number returned
+    // depends on all that was read.
+    template <class V, class T, int kRun, class Worker, class Value>
+    static BILLFISH_DEVICE float store_as(u32 buffer, const u16* bias, u16* out, const Worker& me,
+                                         int m, int n, int first, int rows, bool gated,
+                                         Value value) {
         float seen = 0;
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows) continue;  // all lanes: rows are a multiple of 32
-            float part[kParts], total = 0;
+            V part[kParts], sum = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i)
-                part[i] = load_smem_float(buffer + ((i * rows + row) * kTokens + token) * 4);
+                load_sum(buffer + ((i * rows + row) * kTokens + token) * 4, part[i]);
 #pragma unroll
-            for (int i = 0; i < kParts; ++i) total += part[i];
+            for (int i = 0; i < kParts; ++i) sum += part[i];
+            float total = value(sum, token);
             seen += total;
             if (gated) {  // n is a multiple of 2 kRun; n / 2 would cost a register, and spill
                 const float up = shuffle_xor(total, kRun);

@@ -32,27 +32,31 @@ constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 byte
 // A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
 // every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
 // and are cut anywhere. Stripes are numbered backwards: a block waits only for sums of the stripes
-// after its own, whose blocks were started before it.
-struct Walk {
+// after its own, whose blocks were started before it. kSharers: blocks of a cluster, which have
+// tiles side by side and count as one.
+template <int kSharers>
+struct SharedWalk {
     int k_tiles, whole, tiles;
     int part = -1, tile = 0, first = 0, count = 0;
-    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
+    BILLFISH_DEVICE SharedWalk(int k_tiles, int whole, int tiles)
         : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
+    static BILLFISH_DEVICE int blocks_in_all() { return gridDim.x / kSharers; }
+    static BILLFISH_DEVICE int block() { return blockIdx.x / kSharers; }
     // The first unit of the stripe `behind` stripes after this block's. The first stripes are one
     // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
-        const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
+        const int blocks = blocks_in_all(), which = blocks - 1 - block() + behind;
         const int units = (tiles - whole) * k_tiles, each = units / blocks;
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
     BILLFISH_DEVICE int whole_parts() const {
-        const int blocks = gridDim.x, index = blockIdx.x;
+        const int blocks = blocks_in_all(), index = block();
         return index < whole ? (whole - index + blocks - 1) / blocks : 0;
     }
     BILLFISH_DEVICE bool next() {
         const int of_stripe = ++part - whole_parts();
         if (of_stripe < 0) {
-            tile = blockIdx.x + part * gridDim.x, first = 0, count = k_tiles;
+            tile = block() + part * blocks_in_all(), first = 0, count = k_tiles;
             return true;
         }
         const int begin = stripe(0), end = stripe(1);
@@ -62,6 +66,7 @@ struct Walk {
         return count > 0;
     }
 };
+using Walk = SharedWalk<1>;
 
 // Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
 // at the same time share x and weights in L2.
@@ -99,8 +104,9 @@ struct ReadSlot {
     }
 };
 
-// Producer of the block's x, which is first in a stage; one thread.
-template <int kTokens>
+// Producer of the block's x, which is first in a stage; one thread. A line of a token is 128 bytes:
+// the 128 inputs of a stage are two of 16-bit numbers, or one of bytes.
+template <int kTokens, int kLines = 2>
 BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,
                             int stage_bytes, BatchPlaces places) {
     Slot slot(1);
@@ -112,9 +118,9 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk w
             const u32 to = places.ring() + slot.index * stage_bytes;
             barrier_wait(places.empty(slot.index), slot.parity);
 #pragma unroll
-            for (int k64 = 0; k64 < 2; ++k64)  // zeros past the last token and input
-                copy_tensor(to + k64 * kTokens * kXLine, x, i * kRecordK + k64 * 64, token,
-                            places.full(slot.index));
+            for (int line = 0; line < kLines; ++line)  // zeros past the last token and input
+                copy_tensor(to + line * kTokens * kXLine, x, (i * kLines + line) * (kXLine / 2),
+                            token, places.full(slot.index));
             slot.next(stages);
         }
     }
@@ -164,35 +170,34 @@ BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* b
 }
 
 // Split-K workspace: partial sums of tiles, of each block kSums / 4 x 256 threads x 16 bytes, and a
-// flag for each warp, which waits only for the same warp of another block.
-template <int kSums>
+// flag for each warp, which waits only for the same warp of another block. V: float, or u32.
+template <int kSums, class V = float>
 struct MeetingPlace {
-    float* sums;
+    V* sums;
     u32* flags;
-    BILLFISH_DEVICE MeetingPlace(float* workspace, u32* locks, u32 block, int thread)
+    BILLFISH_DEVICE MeetingPlace(V* workspace, u32* locks, u32 block, int thread)
         : sums(workspace + static_cast<u64>(block) * kSums * 256 + thread * 4),
           flags(locks + block * 8 + thread / 32) {}
-    BILLFISH_DEVICE void leave(const float* acc, int lane) {
+    BILLFISH_DEVICE void leave(const V* acc, int lane) {
 #pragma unroll
         for (int i = 0; i < kSums; i += 4)
-            *reinterpret_cast<float4*>(sums + i * 256) =
-                make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+            store_global_16(sums + i * 256, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
         __syncwarp();
         if (lane == 0) store_release(flags, 1);
     }
     // Adds the sums of the `others` blocks before this one, the nearest first.
-    BILLFISH_DEVICE void collect(float* acc, int others, int lane) {
+    BILLFISH_DEVICE void collect(V* acc, int others, int lane) {
         constexpr int kAtOnce = kSums <= 16 ? 4 : 1;
         for (int i = lane + 1; i <= others; i += 32)
             while (load_acquire(flags - i * 8) == 0) {}
         __syncwarp();
-        const float* from = sums;
+        const V* from = sums;
 #pragma unroll kAtOnce
         for (int i = 0; i < others; ++i) {
             from -= kSums * 256;
 #pragma unroll
             for (int j = 0; j < kSums; j += 4) {
-                const float4 v = load_global_16(from + j * 256);
+                const auto v = load_global_16(from + j * 256);
                 acc[j] += v.x, acc[j + 1] += v.y, acc[j + 2] += v.z, acc[j + 3] += v.w;
             }
         }

@@ -71,4 +71,20 @@ struct Bfloat {
 template <class T, class S>
 inline u32 convert(u32 bits) { return T::from_float(S::to_float(bits)); }
 
+// PTX's m16n8k32 of bytes: four neighbours along k in a register.
+inline void mma_bytes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    const u32 b[2] = {b0, b1};
+    for (int e = 0; e < 16; ++e)
+        warp.bytes_a[lane / 4 + e / 4 % 2 * 8][e / 8 * 16 + lane % 4 * 4 + e % 4] = a[e / 4] >> e % 4 * 8 & 255;
+    for (int e = 0; e < 8; ++e)
+        warp.bytes_b[e / 4 * 16 + lane % 4 * 4 + e % 4][lane / 4] = (signed char)(b[e / 4] >> e % 4 * 8);
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k)
+            d[i] += (u32)(warp.bytes_a[lane / 4 + i / 2 * 8][k] * warp.bytes_b[k][lane % 4 * 2 + i % 2]);
+    meet(warp.gate, 32);
+}
+
 }  // namespace billfish

@@ -69,6 +69,9 @@ inline void wait_copies() { wait_groups(kPending); }
 
 inline u32 load_acquire(const u32* p) { yield(); return *p; }
 inline float4 load_global_16(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+inline uint4 load_global_16(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
+template <class V>
+inline void store_global_16(V* p, V a, V b, V c, V d) { p[0] = a, p[1] = b, p[2] = c, p[3] = d; }
 inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
@@ -108,6 +111,15 @@ inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 b
     demand(to % 1024 == 0, "tensor copy");
     begin_tensor(to, map.first, map.rows, map.columns, map.box, column, row, barrier_at(barrier));
 }
+
+inline void copy_tensor_to(u16 ranks, u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    demand(to % 1024 == 0 && ranks < 1 << cluster_size, "tensor copy");
+    for (u32 rank = 0; rank < cluster_size; ++rank)
+        if (ranks >> rank & 1)
+            begin_tensor(in_block(to, rank), map.first, map.rows, map.columns, map.box, column, row,
+                         barrier_at(in_block(barrier, rank)));
+}
+inline void barrier_arrive_in_cluster(u32 b) { barrier_at(b).arrive(); }
 
 inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }

@@ -43,4 +43,22 @@ inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b) {
     meet(group.gate, 128);
 }
 
+// Bytes, PTX's fragment for k = 32: four neighbours of a row in a register, the next 16 in a[2] and a[3].
+template <int kSums>
+inline void wgmma_bytes(u32 (&d)[kSums], const u32 (&a)[4], u64 b) {
+    Group& group = current->block->groups[current->thread / 128];
+    const int lane = current->thread % 32, row = current->thread % 128 / 32 * 16 + lane / 4;
+    for (int e = 0; e < 16; ++e)
+        group.bytes_a[row + e / 4 % 2 * 8][e / 8 * 16 + lane % 4 * 4 + e % 4] = a[e / 4] >> e % 4 * 8 & 255;
+    for (int i = current->thread % 128; i < kSums * 2 * 32; i += 128)  // tokens x k
+        group.bytes_b[i / 32][i % 32] = read<signed char>(swizzled(((u32)b << 4) + i / 32 * 128 + i % 32));
+    meet(group.gate, 128);
+    for (int i = 0; i < kSums; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; ++k)
+            d[i] += (u32)(group.bytes_a[row + i / 2 % 2 * 8][k] * group.bytes_b[token][k]);
+    }
+    meet(group.gate, 128);
+}
+
 }  // namespace billfish

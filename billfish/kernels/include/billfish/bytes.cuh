@@ -1,0 +1,70 @@
+// Weights of 4 bits as bytes for int8 tensor cores. A weight is (code - 8) q b: q a group's scale,
+// 1 to 16, and b its row's. (code - 8) q fits a byte, so that a row's sums are exact integers over
+// all of k; b and the scale of the token come in the epilogue. Unsigned bytes, 128 too large:
+//
+//     code q + (128 - 8 q) = (code - 8) q + 128      one multiply-add for four weights, no carries
+//
+// and 128 times the sum of a token's bytes is taken off in the end. Flipping the sign bits instead
+// would be two of seven instructions for eight weights.
+#pragma once
+
+#include "billfish/record.cuh"
+#include "billfish/warp.cuh"
+
+namespace billfish {
+
+// 64 outputs x 128 inputs (schemes/w4ax/cuda/arrange.py writes it): words in the order of w4a16's
+// records, then group scales, a byte each: [n16 (4)][row q (8)][q, q + 8][group].
+template <int kGroup>
+struct AxRecord {
+    static_assert(kGroup == 32 || kGroup == 64 || kGroup == 128, "larger groups repeat scales");
+    static constexpr int kGroups = kRecordK / kGroup;
+    static constexpr int kScales = kRecordN * kRecordK / 2;  // byte offset
+    static constexpr int kBytes = kScales + kRecordN * kGroups;
+    static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
+};
+
+// Group scales of a lane's two outputs r and r + 8 of the n16-th 16, a byte for each group.
+template <int kGroup>
+struct AxScales {
+    static constexpr int kGroups = AxRecord<kGroup>::kGroups;
+    u32 bits[kGroups == 4 ? 2 : 1];
+    BILLFISH_DEVICE void load(u32 record, int n16, int lane) {
+        const u32 at =
+            record + AxRecord<kGroup>::kScales + (n16 * 8 + lane / 4) * 2 * kGroups;
+        if constexpr (kGroups == 4) {
+            const uint2 both = load_smem_8(at);
+            bits[0] = both.x, bits[1] = both.y;
+        } else {
+            bits[0] = kGroups == 2 ? load_smem_4(at) : load_smem_2(at);
+        }
+    }
+    BILLFISH_DEVICE u32 of(int group, int lower) const {
+        const int byte = lower * kGroups + group;
+        return pick_bytes(bits[byte / 4], 0, 0x4440 | byte % 4);
+    }
+};
+
+// Four codes, a byte each, -> four weights + 128.
+struct AxGrain {
+    u32 times[2], plus[2];  // of outputs r and r + 8
+    BILLFISH_DEVICE void set(u32 upper, u32 lower) {
+        times[0] = upper, times[1] = lower;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) plus[i] = 0x80808080u - times[i] * 0x08080808u;
+    }
+    // A word of 16 inputs: half of a fragment of 32.
+    BILLFISH_DEVICE void decode(u32 word, u32& upper, u32& lower) const {
+        upper = (word & 0x0f0f0f0fu) * times[0] + plus[0];
+        lower = (word >> 4 & 0x0f0f0f0fu) * times[1] + plus[1];
+    }
+};
+
+// y of a sum, with what w4ax_quant says of its token: {scale, 128 times the sum of its bytes}. No
+// multiply-add with the bias that follows: every kernel gives the same bits.
+BILLFISH_DEVICE float scaled(u32 sum, u32 scale, u32 excess, float base) {
+    return __fmul_rn(static_cast<float>(static_cast<int>(sum - excess)),
+                     __fmul_rn(__uint_as_float(scale), base));
+}
+
+}  // namespace billfish

@@ -1,0 +1,1 @@
+"""w4ax on an NVIDIA GPU: records, launches, kernels."""

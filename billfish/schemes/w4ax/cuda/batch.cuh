@@ -1,0 +1,243 @@
+// w4ax_batch: y (m, n) = x (m, k) W^T with 4-bit weights and 8-bit activations, on the int8 tensor
+// cores of sm_90a.
+//
+// Weights are wgmma's A operand, from registers, as unsigned bytes (bytes.cuh); x is the B operand,
+// 128 bytes a token and stage in shared memory. Sums are integers modulo 2^32 over all of k, in any
+// order the same; scales come in the epilogue. Tiles, ring, split-K: as w4a16_batch (tiles.cuh).
+//
+// With two sharers, a cluster's blocks have the same tokens and outputs side by side: each fetches
+// half of x for both (multicast). A tile of 128 tokens x 256 outputs then reads 25 KB of L2 for 128
+// inputs instead of 33.
+#pragma once
+
+#include "billfish/bytes.cuh"
+#include "billfish/tiles.cuh"
+
+namespace billfish {
+
+// One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
+template <int kGroup, int kTokens, int kBands>
+struct AxStage {
+    static constexpr int kRecordBytes = AxRecord<kGroup>::kBytes;
+    static constexpr int kRecords = kTokens * kXLine;  // byte offset
+    static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers.
+template <class T, int kTokens>
+BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const uint2* tokens,
+                                     const float* bases, const u16* bias, u16* out, int m, int n,
+                                     int token_0, int row_0, bool gated, u32 turn, int lane) {
+    float base[2];
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+        const int row = row_0 + lane / 4 + lower * 8;
+        base[lower] = row < n ? bases[row] : 0.0f;
+    }
+#pragma unroll
+    for (int some = 0; some < kTokens / 16; ++some) {
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = token_0 + some * 16 + i * 8 + lane % 4 * 2;  // and the next
+            const uint4 two = token < m ? load_global_bits_16(tokens + token) : uint4{0, 0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                y[i * 4 + j] = scaled(acc[some * 8 + i * 4 + j], j % 2 ? two.z : two.x,
+                                      j % 2 ? two.w : two.y, base[j / 2]);
+        }
+        store_results<T, 16>(y, bias, out, m, n, token_0 + some * 16, row_0, gated, turn, lane);
+    }
+}
+
+// Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
+// stage's barrier expects, those of x included.
+template <class Stage, int kBands, int kSharers>
+BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
+                                  SharedWalk<kSharers> walk, int rank, int stages,
+                                  BatchPlaces places) {
+    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
+    Slot slot(1);  // the first round finds every slot empty
+#pragma unroll 1
+    while (walk.next()) {
+        const int n_tile = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kSharers + rank;
+        const int band = n_tile * kTeams * kBands;
+        const int here = max(0, min(kTeams * kBands, bands - band));
+        const unsigned char* from =
+            records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
+#pragma unroll 1
+        for (int i = 0; i < walk.count; ++i, from += Stage::kRecordBytes) {
+            const u32 full = places.full(slot.index);
+            barrier_wait(places.empty(slot.index), slot.parity);
+            barrier_arrive_expect(full, Stage::kRecords + here * Stage::kRecordBytes);
+            const u32 to = places.ring() + slot.index * Stage::kBytes + Stage::kRecords;
+#pragma unroll 1
+            for (int j = 0; j < here; ++j)
+                copy_bulk(to + j * Stage::kRecordBytes,
+                          from + static_cast<u64>(j * walk.k_tiles) * Stage::kRecordBytes,
+                          Stage::kRecordBytes, full, policy);
+            slot.next(stages);
+        }
+    }
+}
+
+// Producer of half of x for both blocks of a cluster; one thread. A slot is empty once the warps of
+// both have read it.
+template <int kTokens>
+BILLFISH_DEVICE void copy_shared_x(const TensorMap& x, int m_tiles, int n_tiles, SharedWalk<2> walk,
+                                   int rank, int stages, int stage_bytes, BatchPlaces places) {
+    constexpr int kHalf = kTokens / 2;
+    Slot slot(1);
+#pragma unroll 1
+    while (walk.next()) {
+        const int token = TilePlace(walk.tile, m_tiles, n_tiles).m_tile * kTokens + rank * kHalf;
+#pragma unroll 1
+        for (int i = walk.first; i < walk.first + walk.count; ++i) {
+            const u32 to = places.ring() + slot.index * stage_bytes + rank * kHalf * kXLine;
+            barrier_wait(places.empty(slot.index), slot.parity);
+            copy_tensor_to(3, to, x, i * (kXLine / 2), token, places.full(slot.index));
+            slot.next(stages);
+        }
+    }
+}
+
+#endif
+
+// `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
+// kTokens / kSharers tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n):
+// m_tiles x n_tiles tiles, kSharers side by side counted as one, of which the first `whole` are not
+// split. `early` and `gated`: as w4a16_batch.
+template <class T, int kGroup, int kTokens, int kBands, int kSharers>
+__global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
+w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
+           const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
+           u16* __restrict__ out, u32* __restrict__ workspace, u32* __restrict__ locks, int m,
+           int n, int m_tiles, int n_tiles, int k_tiles, int whole, int stages, bool early,
+           bool gated) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    using Stage = AxStage<kGroup, kTokens, kBands>;
+    constexpr int kRows = kTeams * kBands * kRecordN;
+    static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
+
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const BatchPlaces places{smem_address(smem)};
+    if (early) launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            barrier_init(places.full(i), 1);                       // and the bytes of the copies
+            barrier_init(places.empty(i), 4 * kTeams * kSharers);  // warps that multiply
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const int rank = kSharers > 1 ? cluster_rank() : 0;
+    const auto meet_cluster = [] {
+        if constexpr (kSharers > 1) cluster_arrive(), cluster_wait();
+    };
+    meet_cluster();  // the other block's barriers exist
+
+    SharedWalk<kSharers> walk(k_tiles, whole, m_tiles * n_tiles);
+    if (threadIdx.x < kTeamThreads) {
+        give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
+        if (threadIdx.x == 0) {
+            copy_records<Stage, kBands, kSharers>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
+                                                  n_tiles, walk, rank, stages, places);
+        } else if (threadIdx.x == 32) {
+            dependency_wait();
+            if constexpr (kSharers > 1)
+                copy_shared_x<kTokens>(x, m_tiles, n_tiles, walk, rank, stages, Stage::kBytes,
+                                       places);
+            else
+                copy_x<kTokens, 1>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
+            if (!early) launch_dependents();  // the first call of a block counts
+        }
+        __syncwarp();
+        meet_cluster();
+        return;
+    }
+    take_registers<two_fit(kTokens, kBands) ? 104 : 232>();
+
+    const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
+    const int warp = thread / 32 % 4, lane = thread % 32;
+    Slot slot(0);
+    const auto release_before = [&] {  // the slot before this one, in both blocks
+        const u32 empty = places.empty((slot.index == 0 ? stages : slot.index) - 1);
+        if constexpr (kSharers > 1) {
+            if (lane < kSharers) barrier_arrive_in_cluster(in_block(empty, lane));
+        } else if (lane == 0) {
+            barrier_arrive(empty);
+        }
+    };
+#pragma unroll 1
+    while (walk.next()) {
+        u32 acc[kBands][kTokens / 2] = {};
+        {
+            u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
+            for (int i = 0; i < walk.count; ++i) {
+                const u32 stage = places.ring() + slot.index * Stage::kBytes;
+                const u64 x_at = x_descriptor(stage);
+                AxScales<kGroup> scales[kBands];
+                AxGrain grain[kBands];
+                barrier_wait(places.full(slot.index), slot.parity);
+#pragma unroll
+                for (int unit = 0; unit < 2 * kBands; ++unit) {
+                    const int k64 = unit / kBands, band = unit % kBands;
+                    const u32 record =
+                        stage + Stage::kRecords + (team * kBands + band) * Stage::kRecordBytes;
+                    if (k64 == 0) scales[band].load(record, warp, lane);
+                    const uint4 v =
+                        load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
+                    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int step = 0; step < 4; ++step) {
+                        const int k = k64 * 64 + step * 16, group = k / kGroup;
+                        if (k % kGroup == 0)
+                            grain[band].set(scales[band].of(group, 0), scales[band].of(group, 1));
+                        u32(&half)[4] = a[unit % 2][step / 2];
+                        grain[band].decode(words[step], half[step % 2 * 2],
+                                           half[step % 2 * 2 + 1]);
+                    }
+                    wgmma_fence();
+#pragma unroll
+                    for (int step = 0; step < 2; ++step)
+                        wgmma_bytes(acc[band], a[unit % 2][step],
+                                    x_at + (k64 * 64 + step * 32) / 16);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (unit == 0 && i > 0) release_before();
+                }
+                slot.next(stages);
+            }
+            wgmma_wait<0>();
+            release_before();
+        }
+        // a block's neighbours there are those of the same rank
+        const int number = rank * walk.blocks_in_all() + walk.block();
+        MeetingPlace<kBands * kTokens / 2, u32> here(workspace, locks, number, thread);
+        if (walk.first > 0) {
+            here.leave(&acc[0][0], lane);
+            continue;
+        }
+        int others = 0;
+        for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
+            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        if (others > 0) here.collect(&acc[0][0], others, lane);
+        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
+        dependency_wait();  // long over; makes w4ax_quant's stores visible to this thread
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const int token_0 = place.m_tile * kTokens;
+            const int row_0 = (place.n_tile * kSharers + rank) * kRows +
+                              (team * kBands + band) * kRecordN + warp * 16;
+            scale_and_store<T, kTokens>(acc[band], tokens, bases, bias, out, m, n, token_0, row_0,
+                                        gated, turn, lane);
+        }
+    }
+    meet_cluster();  // nothing is sent to a block that has ended
+#endif
+}
+
+}  // namespace billfish

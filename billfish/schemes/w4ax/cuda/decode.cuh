@@ -1,0 +1,207 @@
+// w4ax_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, with 4-bit weights and
+// 8-bit activations, sm_90. Clusters, stages and sums are share.cuh's.
+//
+//     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
+//                  previous kernel has ended (PDL), since weights do not depend on it
+//     warp 1       producer: TMA copies of x, once the previous kernel has ended
+//     warps 2-9    consumers: 32 outputs x 128 inputs at a time, weights as bytes (bytes.cuh)
+//
+// Sums are integers modulo 2^32: the same in any order, and as w4ax_batch's. Two blocks fit on an
+// SM: one that computes, and one of the next kernel that prefetches weights.
+#pragma once
+
+#include "billfish/bytes.cuh"
+#include "billfish/share.cuh"
+
+namespace billfish {
+
+constexpr int kFirstMathWarp = 2;
+constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
+
+// One stage of the ring: x of its slices of 128 inputs, then four records, of one, two or four
+// bands. x first: the swizzle needs an alignment of 1024 bytes.
+template <int kGroup, int kTokens, int kBands>
+struct DecodeStage {
+    static constexpr int kSlices = 4 / kBands;
+    static constexpr int kRecordBytes = AxRecord<kGroup>::kBytes;
+    static constexpr int kXBytes = kTokens * kXLine;     // of a slice
+    static constexpr int kRecords = kSlices * kXBytes;  // byte offset
+    static constexpr int kBytes = (kRecords + 4 * kRecordBytes + 1023) / 1024 * 1024;
+};
+
+// Shared memory: [barriers, 1 KB][stages][partial sums, two buffers]. tile.py counts the same.
+constexpr int kBarrierBytes = 1024;
+
+#if __CUDA_ARCH__ >= 900
+
+// acc (32 outputs x kTokens) += weights (32 outputs, the `half` of a record, x 128 inputs) * x^T.
+template <int kGroup, int kTokens>
+BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
+                                    u32 (&acc)[2][kTokens / 8][4]) {
+    AxScales<kGroup> scales[2];
+    AxGrain grain[2];
+#pragma unroll
+    for (int brick = 0; brick < 2; ++brick) scales[brick].load(record, half * 2 + brick, lane);
+    const u32 words_at = record + half * 2 * kBrickBytes + lane * 16;
+    const u32 x_at = x + lane % 8 * kXLine + ((lane / 8 ^ lane % 8) << 4);
+#pragma unroll
+    for (int k64 = 0; k64 < 2; ++k64) {
+        u32 b[kTokens / 8][4];  // of each 8 tokens, 16 inputs a register
+#pragma unroll
+        for (int block = 0; block < kTokens / 8; ++block)
+            load_matrices(b[block], (x_at ^ k64 * 64) + block * 8 * kXLine);
+#pragma unroll
+        for (int brick = 0; brick < 2; ++brick) {
+            const uint4 v = load_smem_16(words_at + (k64 * 4 + brick) * kBrickBytes);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            u32 a[2][4];
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const int k = k64 * 64 + step * 16, group = k / kGroup;
+                if (k % kGroup == 0)
+                    grain[brick].set(scales[brick].of(group, 0), scales[brick].of(group, 1));
+                u32(&fragment)[4] = a[step / 2];
+                grain[brick].decode(words[step], fragment[step % 2 * 2],
+                                    fragment[step % 2 * 2 + 1]);
+            }
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+#pragma unroll
+                for (int block = 0; block < kTokens / 8; ++block)
+                    mma_bytes(acc[brick][block], a[step], b[block][step * 2],
+                              b[block][step * 2 + 1]);
+            }
+        }
+    }
+}
+
+#endif
+
+// `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
+// kTokens tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n). `gated`: of
+// every 16 rows the first 8 are gates and the others their ups, and `out` is (m, n / 2).
+template <class T, int kGroup, int kTokens, int kBands>
+__global__ void __launch_bounds__(kDecodeThreads, 2)
+w4ax_decode(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
+            const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
+            u16* __restrict__ out, int m, int n, int k_tiles, int stages, bool gated) {
+#if __CUDA_ARCH__ >= 900
+    using Stage = DecodeStage<kGroup, kTokens, kBands>;
+    using Exchange = Sums<kTokens, kBands>;
+    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const u32 base = smem_address(smem);
+    const u32 full = base, empty = base + 64, reduced = base + 128;
+    const u32 ring = base + kBarrierBytes;
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            barrier_init(full + 8 * i, 2);  // two producers, and the bytes of their copies
+            barrier_init(empty + 8 * i, kMathWarps);
+        }
+        barrier_init(reduced, 1);
+        barrier_init(reduced + 8, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    cluster_arrive();
+
+    const PairedShare share(n, k_tiles);
+    const int passes = share.passes(kBands), span = share.span;
+    Slot slot;
+    if (warp < kFirstMathWarp) {
+        slot.parity = 1;  // the first round finds every slot empty
+        if (lane == 0) {
+            const u64 policy = evict_first_policy();
+            const u64 band_bytes = static_cast<u64>(k_tiles) * Stage::kRecordBytes;
+            if (warp == 1) dependency_wait();
+            for (int pass = 0; pass < passes; ++pass) {
+                const int begin = share.before(pass, passes);
+                const int have = share.before(pass + 1, passes) - begin;
+                const unsigned char* from = records + (share.first_band + begin) * band_bytes +
+                                            static_cast<u64>(share.k_begin) * Stage::kRecordBytes;
+                for (int slice = 0; slice < span; slice += kSlices) {
+                    const int slices = min(kSlices, span - slice);
+                    const u32 to = ring + slot.index * Stage::kBytes;
+                    const u32 barrier = full + 8 * slot.index;
+                    barrier_wait(empty + 8 * slot.index, slot.parity);
+                    if (warp == 0) {
+                        const u32 bytes = slices * Stage::kRecordBytes;
+                        barrier_arrive_expect(barrier, have * bytes);
+                        for (int band = 0; band < have; ++band)
+                            copy_bulk(to + Stage::kRecords + band * kSlices * Stage::kRecordBytes,
+                                      from + band * band_bytes, bytes, barrier, policy);
+                        from += kSlices * Stage::kRecordBytes;
+                    } else {
+                        barrier_arrive_expect(barrier, slices * Stage::kXBytes);
+                        for (int sub = 0; sub < slices; ++sub)  // zeros past the last token
+                            copy_tensor(to + sub * Stage::kXBytes, x,
+                                        (share.k_begin + slice + sub) * (kXLine / 2), 0, barrier);
+                    }
+                    slot.advance(stages);
+                }
+            }
+            if (warp == 0 && passes == 0) linger(share.most_bands * span);
+        }
+        __syncwarp();
+        cluster_wait();
+        return;
+    }
+
+    const Worker<kBands * 2, kFirstMathWarp> me;
+    cluster_wait();     // the other block's barriers must exist before the first remote store
+    dependency_wait();  // rather than polling a barrier until x arrives
+    // Of token `lane`: shuffled to whoever stores it.
+    const bool known = lane < m;
+    const u32 scale = known ? load_global_bits_4(&tokens[lane].x) : 0;
+    const u32 excess = known ? load_global_bits_4(&tokens[lane].y) : 0;
+    for (int pass = 0; pass < passes; ++pass) {
+        u32 acc[2][kBlocks][4] = {};
+        const int begin = share.before(pass, passes);
+        const int have = share.before(pass + 1, passes) - begin;
+        const int works = me.band < have ? span - me.sub : 0;
+        for (int slice = 0; slice < span; slice += kSlices) {
+            const u32 stage = ring + slot.index * Stage::kBytes;
+            barrier_wait(full + 8 * slot.index, slot.parity);
+            if (slice < works)
+                multiply_bytes<kGroup, kTokens>(
+                    stage + Stage::kRecords +
+                        (me.band * kSlices + me.sub) * Stage::kRecordBytes,
+                    stage + me.sub * Stage::kXBytes, me.within % 2, lane, acc);
+            u32 seen = 0;  // it depends on every byte read
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                seen += acc[0][block][0] + acc[1][block][0];
+            __syncwarp();
+            barrier_arrive_after(empty + 8 * slot.index, __uint_as_float(seen), lane == 0);
+            slot.advance(stages);
+        }
+
+        // With two buffers a block can be one pass ahead: all its warps have read a buffer before
+        // any sends sums of the next pass, and whoever writes that buffer again has sums of the
+        // next pass from both blocks (tests/kernels/test_decode_protocol.py).
+        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
+        const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * Exchange::kBytes;
+        const u32 barrier = reduced + (pass & 1) * 8;
+        if (me.index == 0 && lane == 0)
+            barrier_arrive_expect(barrier, Exchange::expected(rows, m));
+        const int first = (share.first_band + begin) * kRecordN + rank * rows;
+        const int output = first + me.index % kBands * 32 + lane;  // this lane's, of every token
+        const float factor = output < n ? bases[output] : 0.0f;
+        if (me.band < have)
+            Exchange::send(acc, buffer, barrier, me, rank, rows, m,
+                           [](u32 sum, bool) { return __uint_as_float(sum); });
+        barrier_wait(barrier, pass >> 1 & 1);
+        Exchange::template store_as<u32, T, 8>(
+            buffer, bias, out, me, m, n, first, rows, gated, [&](u32 sum, int token) {
+                return scaled(sum, shuffle(scale, token), shuffle(excess, token), factor);
+            });
+        if (pass + 1 < passes) sync_some<1, 32 * kMathWarps>();
+    }
+#endif
+}
+
+}  // namespace billfish

@@ -1,0 +1,49 @@
+"""Template instances of the w4ax CUDA kernels, and which of them a layer may need."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+from billfish.kernels import tiles
+from billfish.kernels.jit import Program
+from billfish.kernels.launch import Kernel
+from billfish.schemes.w4ax.cuda.arrange import record_group
+
+HERE = Path(__file__).parent
+ARCH = "sm_90a"
+TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
+# of w4ax_batch: tokens, bands and, of clusters, sharers
+INSTANCES: tuple[tuple[int, ...], ...] = (*tiles.INSTANCES, (64, 2), (128, 2, 2), (256, 1, 2))
+
+
+@functools.cache
+def quant_kernel(dtype: torch.dtype) -> Kernel:
+    return _kernel("quant", dtype)
+
+
+@functools.cache
+def decode_kernel(dtype: torch.dtype, group: int, tokens: int, bands: int) -> Kernel:
+    return _kernel("decode", dtype, group, tokens, bands)
+
+
+@functools.cache
+def batch_kernel(
+    dtype: torch.dtype, group: int, tokens: int, bands: int, sharers: int = 1
+) -> Kernel:
+    return _kernel("batch", dtype, group, tokens, bands, sharers)
+
+
+def _kernel(name: str, dtype: torch.dtype, *numbers: int) -> Kernel:
+    arguments = ", ".join(map(str, (TYPES[dtype], *numbers)))
+    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4ax_{name}<{arguments}>"))
+
+
+def programs(group_size: int, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+    """All kernels that layers with such groups in a model of `dtype` may need on `arch`."""
+    if dtype not in TYPES or arch != ARCH:
+        return ()
+    group = record_group(group_size)
+    kernels = [decode_kernel(dtype, group, t, b) for t in (8, 16) for b in (1, 2, 4)]
+    kernels += [batch_kernel(dtype, group, *instance) for instance in INSTANCES]
+    return tuple(kernel.program for kernel in (quant_kernel(dtype), *kernels))

@@ -1,0 +1,237 @@
+"""Launches of one w4ax layer on one GPU: w4ax_quant, then the product, up to 16 tokens w4ax_decode,
+w4ax_batch beyond. Both launches are one torch operator, for torch.compile and CUDA graphs.
+
+Sums are integers, so that neither m nor the tile configuration changes a bit of the result.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.kernels import tensor_map, tiles, workspace
+from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
+from billfish.kernels.device import gpu
+from billfish.kernels.launch import Loaded
+from billfish.schemes.w4ax.cuda import tile
+from billfish.schemes.w4ax.cuda.arrange import Shape
+from billfish.schemes.w4ax.cuda.instances import (
+    INSTANCES,
+    TYPES,
+    batch_kernel,
+    decode_kernel,
+    quant_kernel,
+)
+
+RUN = 8  # gates, then ups: a thread has rows r and r + 8
+QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
+INPUT_BYTES = 1
+MOST_K = 2**17  # beyond, sums of k products of -128..112 and -127..127 exceed 32 bits
+# Not measured, but what an SM's share of L2 allows, 48 KB/us (w4a16's tiles of 64 to 256 tokens
+# keep to it), and of memory, 32 KB/us; the tensor cores need 0.29 us for 128 x 128. Wider tiles of
+# outputs read x less often: two bands from 64 tokens on; and two CTAs that share it, once each.
+COSTS = tiles.Costs(
+    {
+        (32, 1): 0.27,
+        (64, 1): 0.35,
+        (64, 2): 0.53,
+        (128, 1): 0.51,
+        (128, 2): 0.69,
+        (256, 1): 0.85,
+        (128, 2, 2): 0.62,
+        (256, 1, 2): 0.62,
+    },
+    2.0,
+)
+assert set(COSTS.stage_us) == set(INSTANCES)
+
+Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+"""x, records, bases, bias, out"""
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+"""quantized x and its tokens, records, bases, bias, out"""
+
+
+def row_bytes(k: int) -> int:
+    """Of a token's quantized inputs: TMA copies rows of whole 16 bytes."""
+    return -(-k // 16) * 16
+
+
+class Plan:
+    """Everything about one layer's launches on one device that is the same in every call."""
+
+    def __init__(self, index: int, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.gpu, group = shape, gpu(index), shape.record_group
+        self.quant = quant_kernel(dtype).load(index)
+        self.few = dict[int, Loaded]()
+        for m in (8, MOST_TOKENS):
+            bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
+            self.few[m] = decode_kernel(dtype, group, m, bands).load(index)
+        self.batches = {
+            instance: batch_kernel(dtype, group, *instance).load(index) for instance in INSTANCES
+        }
+        self.paths: dict[tuple[int, bool], Path] = {}
+
+    def path(self, m: int, gated: bool) -> Path:
+        """The function that runs m tokens, cached for each m; `gated`: it stores silu(gate) *
+        up."""
+        found = self.paths.get((m, gated))
+        if found is None:
+            few = m <= MOST_TOKENS
+            product = self.decode(m, gated) if few else self.batch(m, gated, self.pick(m))
+            found = self.paths[m, gated] = self.after_quant(m, product)
+        return found
+
+    def pick(self, m: int) -> tiles.Launch:
+        shape = self.shape
+        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, self.gpu, COSTS, INPUT_BYTES)
+        found = tiles.cheapest(*sizes)
+        assert found is not None, "one always fits in a Hopper SM"
+        return found
+
+    def quantize(self, x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """Bytes (m, row bytes) in the order of the records; {scale, 128 * sum} of each token, with
+        room for an even number of them, since they are read in pairs."""
+        k = self.shape.k
+        inputs = torch.empty(m, row_bytes(k), dtype=torch.int8, device=x.device)
+        tokens = torch.empty(m + m % 2, 2, dtype=torch.int32, device=x.device)
+        arguments = (x.data_ptr(), inputs.data_ptr(), tokens.data_ptr(), k)
+        self.quant.launch(m, QUANT_THREADS, arguments, QUANT_SMEM, pdl=True)
+        return inputs, tokens
+
+    def after_quant(self, m: int, product: Product) -> Path:
+        def run(
+            x: Tensor, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
+        ) -> None:
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if x.data_ptr() % 16:
+                x = x.clone()
+            inputs, tokens = self.quantize(x, m)
+            product(inputs, tokens, records, bases, bias, out)
+
+        return run
+
+    def decode(self, m: int, gated: bool) -> Product:
+        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.record_bytes, self.gpu)
+        kernel, columns = self.few[how.tokens], row_bytes(shape.k) // 2
+
+        def run(
+            inputs: Tensor,
+            tokens: Tensor,
+            records: Tensor,
+            bases: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+        ) -> None:
+            arguments = (
+                records.data_ptr(),
+                tensor_map.of_rows(inputs.data_ptr(), m, columns, how.tokens),
+                tokens.data_ptr(),
+                bases.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                m,
+                shape.n,
+                shape.k_tiles,
+                how.stages,
+                gated,
+            )
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, CLUSTER, True)
+
+        return run
+
+    def batch(self, m: int, gated: bool, how: tiles.Launch) -> Product:
+        shape, index, cut = self.shape, self.gpu.index, how.cut
+        kernel, columns = self.batches[cut.instance], row_bytes(shape.k) // 2
+        rows = cut.tokens // cut.sharers  # of x that a CTA fetches
+        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
+
+        def run(
+            inputs: Tensor,
+            tokens: Tensor,
+            records: Tensor,
+            bases: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+        ) -> None:
+            sums = locks = 0
+            if how.sums:
+                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+                sums, locks = left[0].data_ptr(), left[1].data_ptr()
+            arguments = (
+                records.data_ptr(),
+                tensor_map.of_rows(inputs.data_ptr(), m, columns, rows),
+                tokens.data_ptr(),
+                bases.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                sums,
+                locks,
+                *sizes,
+                how.early,
+                gated,
+            )
+            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.sharers, True)
+
+        return run
+
+
+@cache
+def plan(index: int, shape: Shape, dtype: torch.dtype) -> Plan:
+    return Plan(index, shape, dtype)
+
+
+def linear(
+    x: Tensor,
+    records: Tensor,
+    bases: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    record_group: int,
+    gated: bool = False,
+) -> Tensor:
+    """x (..., k) -> (..., n) in x's dtype. `gated`: (..., n / 2), silu(gate) * up of rows
+    interleaved by RUN, without bias."""
+    if x.dtype not in TYPES:
+        raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
+    if x.shape[-1] != k:
+        raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {k}")
+    if x.device != records.device:
+        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
+    n = len(bases)
+    out = x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+    m = x.numel() // k
+    if m:
+        if bias is not None:
+            bias = bias.to(x.device, x.dtype).contiguous()
+        found = plan(x.get_device(), Shape(n, k, groups, record_group), x.dtype)
+        found.path(m, gated)(x, records, bases, bias, out)
+    return out
+
+
+# The operator that torch.compile and dispatch modes see; eager calls use `linear` directly.
+_library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "w4ax_linear(Tensor x, Tensor records, Tensor bases, Tensor? bias, int k, int groups, "
+    "int record_group, bool gated=False) -> Tensor"
+)
+_library.impl("w4ax_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
+operator = torch.ops.billfish.w4ax_linear.default
+
+
+@torch.library.register_fake("billfish::w4ax_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _fake(
+    x: Tensor,
+    records: Tensor,
+    bases: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    record_group: int,
+    gated: bool = False,
+) -> Tensor:
+    n = len(bases)
+    return x.new_empty(*x.shape[:-1], n // 2 if gated else n)

@@ -1,0 +1,57 @@
+// w4ax_quant, w4ax_decode or w4ax_batch (QUANT, DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid
+// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS,
+// BANDS and SHARERS: the compiler's command line.
+#define __fdividef(a, b) ((a) / (b))
+#include KERNEL_FILE
+
+#include "launch.h"
+
+int main(int, char** arguments) {
+    auto next = [&] { return atoi(*++arguments); };
+    lot.seed(next());
+    memory_varies = atoi(*arguments) % 2;
+    const int m = next(), n = next(), k = next(), k_tiles = next(), grid = next(), stages = next();
+    const int smem_bytes = next(), whole = next(), gated = next();
+    std::vector<unsigned char> records = take(), x = take(), tokens = take(), bases = take(), bias = take();
+    const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
+    for (int i = 0; i < 3; ++i) {
+        source_begin[i] = (const char*)inputs[i]->data();
+        source_end[i] = source_begin[i] + inputs[i]->size() - 16;
+    }
+    const int width = (k + 15) / 16 * 16;
+#ifdef QUANT
+    std::vector<unsigned char> bytes(m * width + 64, 0xfe);
+    std::vector<u32> pairs(2 * m + 16, 0xfffefffe);
+    launch(grid, 1, THREADS, smem_bytes, [&] {
+        using namespace billfish;
+        KERNEL((const u16*)x.data(), (uint4*)bytes.data(), (uint2*)pairs.data(), k);
+    });
+    for (int i = 0; i < 64; ++i) demand(bytes[m * width + i] == 0xfe, "a store behind the result");
+    for (int i = 0; i < 16; ++i) demand(pairs[2 * m + i] == 0xfffefffe, "a store behind the result");
+    fwrite(bytes.data(), 1, m * width, stdout);
+    fwrite(pairs.data(), 8, m, stdout);
+#else
+    const int results = m * (gated ? n / 2 : n), wide = 128 * BANDS * SHARERS;
+#ifdef BATCH
+    cluster_size = SHARERS;
+#endif
+    const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
+    std::vector<u16> out(results + 64, 0xfffe);
+    std::vector<u32> workspace(grid * 256 * 128, 0xfffefffe), locks(grid * 8, 0);
+    launch(grid, 1, THREADS, smem_bytes, [&] {
+        using namespace billfish;
+        const TensorMap map{(const u16*)x.data(), m, width / 2, TOKENS / SHARERS};
+        const uint2* tokens_at = (const uint2*)tokens.data();
+        const float* bases_at = (const float*)bases.data();
+#ifdef DECODE
+        KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), m, n, k_tiles, stages, gated);
+#else
+        KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), workspace.data(), locks.data(), m, n,
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true, gated);
+#endif
+    });
+    for (u32 lock : locks) demand(lock == 0, "a lock that is left");
+    for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
+    fwrite(out.data(), 2, results, stdout);
+#endif
+}

@@ -1,0 +1,420 @@
+"""w4ax's kernels without a GPU: records, registers, and their own text on the emulated GPU
+(emulator/, test_emulated.py), whose products must be the oracle's bit for bit."""
+
+import itertools
+import re
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from cpp_compiler import compile_cpp, needs_compiler
+from torch.nn.functional import pad, silu
+from w4ax_layers import integers, layer, oracle, ordered, quantized
+
+import billfish
+from billfish.errors import UserError
+from billfish.kernels import jit, tiles
+from billfish.kernels.device import Gpu
+from billfish.kernels.tiles import Cut
+from billfish.schemes.gated import apart, order
+from billfish.schemes.w4ax.cuda import arrange, plan, tile
+from billfish.schemes.w4ax.cuda.instances import INSTANCES, programs
+
+HERE = Path(__file__).parent / "emulator"
+PACKAGE = Path(billfish.__file__).parent
+INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
+CUDA = PACKAGE / "schemes" / "w4ax" / "cuda"
+FP16, BF16 = torch.float16, torch.bfloat16
+TYPES = {FP16: "Half", BF16: "Bfloat"}
+THREADS = {"quant": plan.QUANT_THREADS, "decode": tile.THREADS, "batch": tiles.THREADS}
+ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
+
+
+# -- records
+
+SHAPES = [(64, 128, 128), (65, 576, 64), (130, 96, 32), (3, 72, -1), (70, 1024, 512), (9, 192, 96)]
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_records_return_the_canonical_tensors(n, k, group_size, dtype):
+    tensors, _, _ = layer(n, k, group_size, dtype)
+    packed = arrange.pack(group_size, tensors)
+    shape = packed.shape
+    assert packed.records.shape == (shape.bands, shape.k_tiles, shape.record_bytes // 4)
+    again = arrange.unpack(packed)
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES[:5], ids=str)
+def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
+    """PTX: register r of lane l has, of 16 outputs x 32 inputs, row l / 4 + 8 (r % 2) and, in byte
+    b, input 16 (r / 2) + 4 (l % 4) + b; x's bytes are in the order of w4ax_quant."""
+    tensors, _, _ = layer(n, k, group_size, FP16)
+    codes, scales = integers(tensors)
+    packed = arrange.pack(group_size, tensors)
+    shape = packed.shape
+    codes = pad(codes, (0, shape.k_tiles * 128 - k, 0, shape.bands * 64 - n))
+    input_at = ordered(torch.arange(128))
+    assert sorted(input_at.tolist()) == list(range(128))
+    size = k if group_size == -1 else group_size
+    for band, k_tile in itertools.product(range(shape.bands), range(shape.k_tiles)):
+        record = packed.records[band, k_tile].view(torch.uint8)
+        words = record[:4096].view(2, 4, 32, 4, 4)  # k64, n16, lane, step, byte
+        bytes_ = record[4096:].view(4, 8, 2, shape.record_groups)
+        for n16, lane, r in itertools.product(range(4), (0, 5, 18, 31), range(4)):
+            row = n16 * 16 + lane // 4 + 8 * (r % 2)
+            for k32 in range(4):
+                word = words[k32 // 2, n16, lane, k32 % 2 * 2 + r // 2]
+                found = (word >> 4 if r % 2 else word & 15).tolist()
+                first = k32 * 32 + 16 * (r // 2) + 4 * (lane % 4)
+                inputs = k_tile * 128 + input_at[first : first + 4]
+                assert found == codes[band * 64 + row, inputs].tolist()
+                group = int(inputs[0]) // size
+                if band * 64 + row < n and group < shape.groups:
+                    q = bytes_[n16, lane // 4, r % 2, k32 * 32 // shape.record_group]
+                    assert int(q) == int(scales[band * 64 + row, group])
+
+
+def test_records_refuse_what_they_cannot_hold():
+    tensors, _, _ = layer(8, 96, 32, FP16)
+    with pytest.raises(UserError, match="groups of 48; its kernels take multiples of 32"):
+        arrange.pack(48, tensors)
+    with pytest.raises(UserError, match=r"scales are torch\.float32"):
+        arrange.pack(32, {**tensors, "weight_scale": tensors["weight_scale"].float()})
+
+
+def test_joined_layers_are_views():
+    parts = [arrange.pack(64, layer(n, 192, 64, BF16)[0]) for n in (128, 64, 40)]
+    whole, views = arrange.Packed.joined(parts)
+    assert whole.shape.n == 232 and len(whole.records) == 4
+    for part, view in zip(parts, views, strict=True):
+        assert view.records.untyped_storage().data_ptr() == whole.records.data_ptr()
+        for name, tensor in arrange.unpack(part).items():
+            assert torch.equal(arrange.unpack(view)[name], tensor)
+
+
+# -- registers
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernels_keep_to_their_registers(dtype):
+    # the other type has the same text, and as many registers
+    wanted = (
+        [program for size in (32, 64, 128) for program in programs(size, dtype, "sm_90a")[1:]]
+        if dtype == FP16
+        else list(programs(64, dtype, "sm_90a"))
+    )
+    assert len(set(wanted)) == (42 if dtype == FP16 else 15)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
+    for program, cubin in zip(wanted, made, strict=True):
+        assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
+        assert "Performance Loss" not in cubin.log  # wgmma one after the other
+        # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more; of 10: decode
+        alone = re.search(r"batch<.*, (128|256|64, 2), \d", program.name)
+        most = 168 if alone else 96 if "decode" in program.name else 80
+        assert 16 <= cubin.registers <= most, (program.name, cubin.registers)
+    assert not programs(64, dtype, "sm_80") and not programs(64, torch.float32, "sm_90a")
+
+
+def test_launches_fit_the_gpu():
+    """Clusters are whole, no more CTAs than an H200 has room for, all tiles have their CTAs."""
+    gpu = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 0)
+    seen = set()
+    for n, k, m in itertools.product((64, 4096, 28672, 57344), (576, 8192), (17, 64, 300, 4096)):
+        shape = arrange.record_shape(64, n, k)
+        sizes = (m, n, shape.k_tiles, shape.record_bytes, gpu)
+        for cut in tiles.cuts(INSTANCES):
+            how = tiles.launch(cut, *sizes, plan.INPUT_BYTES)
+            if how is None:
+                continue
+            seen.add(cut)
+            assert how.blocks % cut.sharers == 0 and how.blocks <= 132 * cut.per_sm
+            assert how.stages >= 4 and how.smem <= (232448 if cut.per_sm == 1 else 115712)
+            assert how.m_tiles * cut.tokens >= m
+            assert how.n_tiles * cut.sharers * cut.outputs >= n
+            assert how.whole % (how.blocks // cut.sharers) == 0 or cut.stripes == 0
+        best = tiles.cheapest(*sizes, plan.COSTS, plan.INPUT_BYTES)
+        assert best is not None and best.cut.instance in INSTANCES
+        few = tile.pick_tile(min(m, 16), n, shape.record_bytes, gpu)
+        assert few.stages >= 3 and few.smem <= 115712
+    assert seen == set(tiles.cuts(INSTANCES))
+
+
+# -- on the emulated GPU
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("emulator"), {}
+
+    def build(kernel, arguments, text=None):
+        key = (kernel, arguments, text)
+        if key not in known:
+            source, changed = CUDA / f"{kernel}.cuh", HERE
+            if text is not None:  # of the kernel, or of a header that is found before the real one
+                changed = folder / str(len(known))
+                (changed / "billfish").mkdir(parents=True)
+                name, content = text
+                (changed / "billfish" / name).write_text(content)
+                source = changed / "billfish" / name if name == source.name else source
+            numbers = [*arguments.split(",")[2:], "1"]  # of w4ax_batch also the sharers
+            known[key] = compile_cpp(
+                HERE / "ax.cpp",
+                folder / f"run{len(known)}",
+                f"-I{changed}",
+                f"-I{HERE}",
+                f"-I{PACKAGE / 'kernels' / 'include'}",
+                f'-DKERNEL_FILE="{source}"',
+                f"-D{kernel.upper()}",
+                f"-DTHREADS={THREADS[kernel]}",
+                *(
+                    f"-D{name}={value}"
+                    for name, value in zip(("TOKENS", "BANDS", "SHARERS"), numbers, strict=False)
+                ),
+                f"-DKERNEL=w4ax_{kernel}<{arguments}>",
+            )
+        return known[key]
+
+    return build
+
+
+def bytes_of(tensor):
+    content = b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return struct.pack("<Q", len(content)) + content
+
+
+def run(program, numbers, *inputs):
+    given = b"".join(map(bytes_of, inputs))
+    ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
+    assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
+    return bytearray(ran.stdout)
+
+
+def quantize(compiled, x, seed, text=None):
+    """Bytes (m, row bytes) in the kernel's order, scales (m) and 128 * sums (m)."""
+    m, k = x.shape
+    program = compiled("quant", TYPES[x.dtype], text)
+    numbers = (seed, m, 0, k, 0, m, 0, plan.QUANT_SMEM, 0, 0)
+    found = run(program, numbers, None, x, None, None, None)
+    size = m * plan.row_bytes(k)
+    inputs = torch.frombuffer(found[:size], dtype=torch.int8).view(m, -1)
+    pairs = torch.frombuffer(found[size:], dtype=torch.int32).view(m, 2)
+    return inputs, pairs
+
+
+def product(
+    compiled,
+    tensors,
+    group_size,
+    x,
+    bias,
+    seed,
+    cut=None,
+    text=None,
+    gated=False,
+    quant=None,
+    sms=4,
+):
+    """By w4ax_batch with the tile configuration `cut`, or by w4ax_decode."""
+    packed, (m, k) = arrange.pack(group_size, tensors), x.shape
+    shape = packed.shape
+    inputs, pairs = quantize(compiled, x, seed) if quant is None else quant
+    pairs = torch.cat([pairs, torch.full((m % 2, 2), -2, dtype=torch.int32)])
+    gpu, whole = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0), 0
+    if cut is None:
+        how = tile.pick_tile(m, shape.n, shape.record_bytes, gpu)
+        size = (how.tokens, how.bands)
+    else:
+        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.INPUT_BYTES)
+        how = tiles.launch(cut, *sizes)
+        size, whole = (cut.tokens, cut.bands, cut.sharers), how.whole
+    names = (TYPES[x.dtype], shape.record_group, *size)
+    kernel = "batch" if cut else "decode"
+    program = compiled(kernel, ",".join(map(str, names)), text)
+    sizes = (m, shape.n, k, shape.k_tiles, how.blocks, how.stages, how.smem, whole)
+    given = (packed.records, inputs, pairs, packed.bases, bias)
+    made = run(program, (seed, *sizes, int(gated)), *given)
+    return torch.frombuffer(made, dtype=x.dtype).view(m, -1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("k", [8, 72, 576, 4096, 9216])
+def test_activations(k, dtype, compiled):
+    """Zeros, Inf, NaN, one huge outlier, numbers just between two bytes."""
+    source = torch.Generator().manual_seed(k)
+    x = torch.randn(9, k, generator=source).to(dtype)
+    x[1] = 0
+    x[2, k // 2], x[3, -1], x[4, 0] = torch.inf, torch.nan, -torch.inf
+    x[5] *= 1e-3
+    x[5, k - 1] = -6e4
+    x[6] = (torch.arange(k) % 254 - 127) / 2
+    x[6, 0] = 127 / 2 if k == 8 else x[6, 0]
+    x[7] = torch.finfo(dtype).tiny
+    wanted, scale = quantized(x)
+    right = ordered(pad(wanted, (0, -k % 16)))
+    for seed in (1, 2):
+        inputs, pairs = quantize(compiled, x, seed)
+        assert torch.equal(inputs.long(), right)
+        assert torch.equal(pairs[:, 1].long(), 128 * wanted.sum(-1))
+        found = pairs[:, 0].contiguous().view(torch.float32)
+        assert torch.equal(found.nan_to_num(-1), scale[:, 0].nan_to_num(-1))
+        assert found.isnan().tolist() == [False, False, True, True, True, *[False] * 4]
+
+
+# n, k, group size, dtype, SMs, tokens. 4 SMs are 2 clusters, or 4 where there is much: 65 to 130
+# outputs are passes of one band, 250 of two, 600 and 1100 of up to four, and several passes.
+FEW = [
+    (65, 104, -1, BF16, 4, (1, 16)),
+    (130, 256, 128, FP16, 4, (2, 11)),
+    (250, 640, 64, FP16, 4, (1, 3, 8, 9, 16)),
+    (600, 384, 32, BF16, 4, (5, 13)),
+    (1100, 128, 64, FP16, 2, (1, 15)),
+    (70, 5120, 128, BF16, 4, (1, 9)),
+    (300, 1152, 32, FP16, 6, (8, 16)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case[0]}x{case[1]}")
+def test_products_of_few_tokens(case, compiled):
+    n, k, group_size, dtype, sms, tokens = case
+    tensors, x, bias = layer(n, k, group_size, dtype)
+    for m in tokens:
+        for seed, add in ((1, bias), (2, None)):
+            y = product(compiled, tensors, group_size, x[:m], add, seed, sms=sms)
+            assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
+
+
+# n, k, group size, dtype, tile configuration, tokens: tiles that are whole and split along k, one
+# and several; tails of n, k and m; every instance
+BATCHES = [
+    (128, 256, 128, FP16, Cut(32, 1, 0), (1, 17, 32)),
+    (65, 72, -1, BF16, Cut(32, 1, 0), (3,)),
+    (301, 1152, 32, FP16, Cut(32, 1, 2), (16, 17)),
+    (130, 1536, 64, BF16, Cut(64, 1, 2), (61,)),
+    (520, 1408, 128, FP16, Cut(32, 1, 1), (40,)),
+    (200, 576, 64, BF16, Cut(64, 1, 0), (67,)),
+    (420, 1280, 32, FP16, Cut(64, 2, 1), (64, 9)),
+    (77, 1024, 64, FP16, Cut(128, 1, 1), (129,)),
+    (272, 1024, 32, BF16, Cut(128, 2, 1), (70,)),
+    (300, 2048, 256, FP16, Cut(128, 2, 0), (131,)),
+    (260, 1152, 128, BF16, Cut(256, 1, 1), (70,)),
+    (1100, 1024, 128, FP16, Cut(128, 2, 0, 2), (130,)),  # an odd number of tiles
+    (1030, 1152, 64, BF16, Cut(128, 2, 1, 2), (70,)),
+    (130, 1664, 32, FP16, Cut(256, 1, 1, 2), (200,)),
+    (136, 640, 64, FP16, Cut(256, 1, 0), (257,)),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4]}")
+def test_products(case, compiled):
+    """Bit for bit, in any order of events, with and without bias."""
+    n, k, group_size, dtype, cut, tokens = case
+    tensors, x, bias = layer(n, k, group_size, dtype)
+    for m in tokens:
+        for seed, add in ((1, bias), (2, None)):
+            y = product(compiled, tensors, group_size, x[:m], add, seed, cut)
+            assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
+
+
+@needs_compiler
+def test_the_largest_sums(compiled):
+    """All weights -128 or 112 and all bytes -127 or 127: unsigned sums pass 2^31, the result does
+    not; and a token of NaN touches no other."""
+    n, k = 72, 70_016
+    tensors, x, _ = layer(n, k, 128, BF16)
+    x = torch.ones(5, k, dtype=BF16)
+    x[1], x[2, 1::2], x[3, 7], x[4] = -1, -1, torch.nan, 0
+    wanted, base = oracle(tensors, 128, x), tensors["weight_scale"].float()
+    for cut in (Cut(32, 1, 2), None):
+        y = product(compiled, tensors, 128, x, None, 1, cut)
+        assert y[3].isnan().all() and (y[4] == 0).all()
+        assert torch.equal(y[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
+        assert float(y[0, 0]) == float((-128.0 * 127 * k * (base[0] / 127)).to(BF16))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "cut"),
+    [(BF16, Cut(64, 1, 2)), (FP16, Cut(32, 1, 0)), (BF16, Cut(128, 2, 1, 2)), (FP16, None)],
+    ids=str,
+)
+def test_gated_products(dtype, cut, compiled):
+    """What the product without it stores, gated with torch's operators."""
+    n, k, m = 72, 2048, 35 if cut else 13
+    tensors, x, _ = layer(2 * n, k, 64, dtype)
+    mixed = {name: tensor[order(2 * n, plan.RUN)] for name, tensor in tensors.items()}
+    exact = oracle(tensors, 64, x[:m])
+    y, both = (product(compiled, mixed, 64, x[:m], None, 2, cut, gated=g) for g in (True, False))
+    assert torch.equal(apart(both, plan.RUN), exact)
+    gate, up = exact.chunk(2, -1)
+    wanted = silu(gate) * up
+    assert y.shape == (m, n) and (y == wanted).float().mean() > 0.99
+    torch.testing.assert_close(y, wanted, rtol=4 * ONE_ROUNDING[dtype], atol=1e-30)
+
+
+MISTAKES = [
+    ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
+    ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
+    ("batch: bytes", r"word >> 4 & 0x0f0f0f0fu", "word & 0x0f0f0f0fu"),
+    ("batch: bytes", r"0x80808080u - ", "0x78787878u - "),
+    ("decode: bytes", r"lower \* kGroups \+ group", "lower * kGroups"),  # another group's scale
+    ("decode: bytes", r"\(n16 \* 8 \+ lane / 4\) \* 2", "(n16 * 8 + lane / 4)"),
+    ("decode: bytes", r"sum - excess", "sum"),
+    ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
+    ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
+    ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
+    ("decode", r"x_at \^ k64 \* 64", "x_at"),
+    ("decode", r"half \* 2 \+ brick, lane", "half * 2, lane"),
+    ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
+    ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),
+    ("pair", r"rank \* kHalf \* kXLine", "0"),
+    ("pair", r"\.n_tile \* kSharers \+ rank;", ".n_tile * kSharers;"),
+    ("pair", r"place\.n_tile \* kSharers \+ rank", "place.n_tile + rank * 2"),
+    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("quant", r"v\[i % 2 \* 4 \+ i / 4\]", "v[i / 8 * 4 + i / 2 % 4]"),  # x's own order
+    ("quant", r"__float2int_rn\((.*?) \* inverse\)", r"(int)(\1 * inverse)"),
+    ("quant", r"static_cast<int>\(sum\)\) \* 128", "static_cast<int>(sum))"),
+    ("quant", r"__syncthreads\(\);", ""),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
+def test_the_emulator_sees_mistakes(mistake, compiled):
+    where, pattern, replacement = mistake
+    kind, _, header = where.partition(": ")
+    kernel = "batch" if kind == "pair" else kind
+    path = (INCLUDE if header else CUDA) / f"{header or kernel}.cuh"
+    broken, count = re.subn(pattern, replacement, path.read_text())
+    assert count, "the text has changed: mend the pattern"
+    broken = (path.name, broken)
+    # the ring goes round; tiles are split
+    size = (1100, 1024) if kind == "pair" else (200, 8192)
+    m, cut = (3, None) if kernel == "decode" else (20, Cut(32, 1, 2))
+    if kind == "pair":
+        cut = Cut(128, 2, 1, 2)
+    tensors, x, _ = layer(*size, 64, FP16)
+    right, wanted = quantize(compiled, x[:m], 1), oracle(tensors, 64, x[:m])
+    for seed in range(6):
+        try:
+            if kernel == "quant":
+                made = quantize(compiled, x[:m], seed, broken)
+                if not all(map(torch.equal, made, right)):
+                    return
+            else:
+                given = (tensors, 64, x[:m], None, seed, cut, broken)
+                if not torch.equal(product(compiled, *given, quant=right), wanted):
+                    return
+        except AssertionError:
+            return  # the emulator stopped it
+    pytest.fail("nothing seen")
