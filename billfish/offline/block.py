@@ -8,6 +8,7 @@ read or written, except that weights are read again where the block holds them r
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +18,13 @@ from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
 from billfish.models.fold import FoldSource, fold_source
-from billfish.models.passes import BlockRunner, BlockStructure, observe_inputs, probe_structure
+from billfish.models.passes import (
+    BlockRunner,
+    BlockStructure,
+    observe_inputs,
+    probe_structure,
+    rounded_inputs,
+)
 from billfish.offline.activations import Activations
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
@@ -46,10 +53,16 @@ class BlockJob:
     on_step: Callable[[int], None] = lambda done: None
     # Path of a linear -> factors of its weight that were folded into it.
     folded: dict[str, list[Tensor]] = field(default_factory=dict)
+    # Linears that are quantized round their inputs, if the scheme does, until the block is solved.
+    rounding: ExitStack = field(default_factory=ExitStack)
 
     def solve(self, activations: Activations, on_linear: OnLinear) -> Gain | None:
         """Calls `on_linear` for each quantized linear; replaces `activations`, the block's inputs,
         by its outputs. Returns what training gained, if the method trains."""
+        with self.rounding:
+            return self._solve(activations, on_linear)
+
+    def _solve(self, activations: Activations, on_linear: OnLinear) -> Gain | None:
         if self.arguments is None:
             for path in self.paths:
                 self._quantize([path], self._weights([path]), None, on_linear)
@@ -239,6 +252,11 @@ class BlockJob:
             self._put(path, part.decoded)
             on_linear(path, part)
             start = end
+        if rounded := getattr(quantizer(self.scheme), "rounded_input", None):
+            rounds = rounded_inputs(
+                self.model.blocks[self.index], paths, partial(rounded, self.scheme)
+            )
+            self.rounding.enter_context(rounds)
 
     def _weights(self, paths: list[str]) -> Tensor:
         """The checkpoint's weights in fp32, stacked along n, without rounding to the compute

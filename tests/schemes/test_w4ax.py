@@ -12,7 +12,13 @@ from billfish.schemes.w4a16.quantize import quantize as uniform
 from billfish.schemes.w4ax import W4AX, cpu
 from billfish.schemes.w4ax.activations import round_tokens
 from billfish.schemes.w4ax.cpu import CpuOp, fp32_product, int8_product, int8_works
-from billfish.schemes.w4ax.quantize import STRENGTH, channel_factors, quantize
+from billfish.schemes.w4ax.quantize import (
+    STRENGTH,
+    channel_factors,
+    quantize,
+    rounded_input,
+    trainable_scales,
+)
 from billfish.schemes.w4ax.scheme import LONGEST
 from billfish.schemes.w4ax.walk import Walk, walk_order
 from billfish.solvers.gptq import Factor
@@ -377,3 +383,55 @@ def test_channels_that_cannot_be_evened_out_stay():
     assert channel_factors(W4AX(64), squares, own // 2 * 2) is None
     assert channel_factors(W4AX(64), squares * torch.inf, own) is None
     assert channel_factors(W4AX(64), 0 * squares, own) is None
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def solved():
+    return quantize(W4AX(64), weight(), statistics(inputs(K)), "gptq", torch.bfloat16)
+
+
+def test_training_starts_where_the_solver_ended(solved):
+    for part in (solved.trainable(), trainable_scales(W4AX(64), solved.tensors())):
+        assert torch.equal(part.weight(torch.float32), solved.decoded)
+        assert torch.equal(part.settle().decoded, solved.decoded)
+        for name, tensor in part.changed().items():
+            assert torch.equal(tensor, solved.tensors()[name]), name
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_steps_reach_what_is_stored(solved, alone):
+    """Gradients of codes, q and bases; after large steps the weight is what would be stored."""
+    part = trainable_scales(W4AX(64), solved.tensors()) if alone else solved.trainable()
+    leaves = [*part.codes, *part.scales]
+    assert len(leaves) == (1 if alone else 3)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    (part.weight(torch.float32) - weight().flip(0)).square().sum().backward()
+    for leaf in leaves:
+        assert leaf.grad.isfinite().all() and leaf.grad.any()
+        leaf.requires_grad_(False)
+        leaf -= leaf.grad / leaf.grad.abs().max()
+    stored = part.settle()
+    W4AX(64).check(stored.tensors())
+    torch.testing.assert_close(part.weight(torch.float32), stored.decoded, rtol=1e-5, atol=0)
+    assert torch.equal(W4AX(64).dequantize(stored.tensors()), stored.decoded)
+    assert not torch.equal(stored.base, solved.base)
+    assert torch.equal(stored.q, solved.q) == torch.equal(stored.codes, solved.codes) == alone
+
+
+def test_q_moves_when_its_change_passes_the_middle(solved):
+    part = solved.trainable()
+    part.change_q += 0.51 / part.q
+    assert torch.equal(part.settle().q.int(), (solved.q.int() + 1).clamp(max=16))
+
+
+def test_inputs_are_rounded_with_the_gradient_of_x():
+    x = torch.randn(3, K, generator=seeded(), requires_grad=True)
+    y = rounded_input(W4AX(64), x)
+    x8, scale = round_tokens(x.detach())
+    torch.testing.assert_close(y, x8 * scale)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))

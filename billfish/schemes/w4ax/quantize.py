@@ -1,7 +1,8 @@
 """Quantizes a weight to w4ax, given statistics of its inputs: GPTQ and round-to-nearest.
 
 For offline use. A call may take several linears stacked along n that share an input. Factors of
-input channels are only chosen here; offline/block.py folds them, because that changes other layers.
+input channels are only chosen here; offline/block.py folds them, because that changes other layers,
+and rounds the inputs of linears that are quantized.
 """
 
 from dataclasses import replace
@@ -9,10 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from billfish.schemes.w4ax.codes import WholeScaled
+from billfish.schemes.base import Tensors
+from billfish.schemes.w4ax.activations import round_tokens
+from billfish.schemes.w4ax.codes import TrainableWhole, WholeScaled
 from billfish.schemes.w4ax.scheme import W4AX
 from billfish.schemes.w4ax.search import GRID, search
 from billfish.schemes.w4ax.walk import Walk, walk_order
+from billfish.solvers import straight
 from billfish.solvers.known import Known
 from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
@@ -60,6 +64,18 @@ def _rows(
         codes = GRID.encode(groups, scale, torch.full_like(scale, GRID.middle)).view_as(target)
     byte = torch.uint8
     return codes.to(byte), q.to(byte), base.to(dtype)
+
+
+def trainable_scales(scheme: W4AX, tensors: Tensors) -> TrainableWhole:
+    """Canonical tensors whose bases can be trained; codes and q stay as they are."""
+    base = tensors["weight_scale"]
+    return TrainableWhole(scheme, scheme.codes(tensors), scheme.scales(tensors), base, None)
+
+
+def rounded_input(scheme: W4AX, x: Tensor) -> Tensor:
+    """Activations as ops round them, with the gradient of x."""
+    x8, scale = round_tokens(x.detach())
+    return straight.through((x8 * scale).to(x.dtype), x)
 
 
 def channel_factors(

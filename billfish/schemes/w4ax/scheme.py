@@ -36,7 +36,7 @@ ACTIVATIONS = ("a8",)
 @dataclass(frozen=True)
 class W4AX:
     name: ClassVar[str] = "w4ax"
-    methods: ClassVar[tuple[str, ...]] = ("gptq", "rtn")
+    methods: ClassVar[tuple[str, ...]] = ("gptq", "rtn", "finetune")
 
     group_size: int = 128
     activations: str = "a8"
