@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from billfish.errors import UserError
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.quantize import quantize as uniform
-from billfish.schemes.w4ax import W4AX, cpu
+from billfish.schemes.w4ax import W4AX, cpu, descent
 from billfish.schemes.w4ax.activations import round_tokens
 from billfish.schemes.w4ax.cpu import CpuOp, fp32_product, int8_product, int8_works
 from billfish.schemes.w4ax.quantize import (
@@ -309,6 +309,32 @@ def test_gptq_is_better_than_nearest_and_near_free_scales():
     free = uniform(W4A16(4, 64), w, statistics(x), "gptq", torch.bfloat16).decoded
     assert found["gptq"] < 0.8 * found["rtn"]
     assert found["gptq"] < 1.05 * output_error(free, w, unseen)
+
+
+def test_descent_lowers_the_error_until_no_code_can(monkeypatch):
+    """Against all 16 codes of every weight, one at a time."""
+    x, w = inputs(K), weight()
+    hessian = statistics(x).hessian
+    monkeypatch.setattr(descent, "PASSES", 40)
+    scale = w.view(N, -1, 64).abs().amax(-1) / 7.5
+    step = scale.repeat_interleave(64, 1)
+    codes = (w / step).round().clamp(-8, 7) + 8
+    found = descent.descend(w, codes, scale, hessian)
+    assert found.min() >= 0 and found.max() <= 15 and torch.equal(found, found.round())
+    damped = hessian.double() + 0.01 * hessian.diagonal().mean() * torch.eye(K)
+
+    def errors(codes):
+        return ((codes - 8) * step - w).double()
+
+    def costs(error):
+        return ((error @ damped) * error).sum(1)
+
+    error, best = errors(found), costs(errors(found))
+    assert (best < 0.7 * costs(errors(codes))).all()
+    slope, own = error @ damped, damped.diagonal()
+    for code in range(16):  # cost of one more change d: 2 d slope + d^2 h
+        change = (code - found) * step
+        assert (2 * change * slope + change.square() * own >= -1e-6 * best[:, None]).all()
 
 
 def test_the_error_that_is_told_is_the_error():

@@ -13,6 +13,7 @@ from torch import Tensor
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4ax.activations import round_tokens
 from billfish.schemes.w4ax.codes import TrainableWhole, WholeScaled
+from billfish.schemes.w4ax.descent import descend
 from billfish.schemes.w4ax.scheme import W4AX
 from billfish.schemes.w4ax.search import GRID, search
 from billfish.schemes.w4ax.walk import Walk, walk_order
@@ -58,6 +59,8 @@ def _rows(
     base, q = search(target, hessian, scheme.group_size, dtype)
     if walk is not None:
         codes, q = walk.run(target, base, q)
+        if hessian is not None:
+            codes = descend(target, codes, q * base, hessian)
     else:
         scale = (q * base)[..., None]
         groups = target.view(*q.shape, -1)

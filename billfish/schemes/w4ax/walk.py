@@ -31,6 +31,7 @@ class Walk:
 
     def __init__(self, factor: Factor, size: int) -> None:  # in the order of walk_order
         self.order, self.upper, self.size = factor.order, factor.upper, size
+        self.groups = (self.order[::size] // size).tolist()
         places = torch.arange(len(self.order), device=self.order.device).view(-1, size)
         blocks = self.upper[places[:, :, None], places[:, None]]
         one = torch.eye(size, device=blocks.device).expand_as(blocks)
@@ -42,9 +43,8 @@ class Walk:
         """Codes (n, k) and q (n, g) of some rows, given the q that their groups had before."""
         todo = target.T[self.order]  # (k, n): a step reads and writes whole columns
         codes, q = torch.empty_like(todo), q.clone()
-        for i, start in enumerate(range(0, len(todo), self.size)):
-            group = int(self.order[start]) // self.size
-            own = slice(group, group + 1)
+        for i, group in enumerate(self.groups):
+            start, own = i * self.size, slice(group, group + 1)
             weights = todo[start : start + self.size].T[None].contiguous()
             q[:, own] = choose_q(weights, self.metric[i : i + 1], base, q[:, own], NEAR)
             step = (q[:, own] * base).T
