@@ -21,8 +21,8 @@ def _group_size(given: str) -> int | str:
 Scheme = Annotated[
     str,
     typer.Option(
-        help="Format of the quantized weights: w4a16; or w2416: 2- and 4-bit groups and 16-bit "
-        "outliers in one matrix."
+        help="Format of the quantized weights: w4a16; w2416: 2- and 4-bit groups and 16-bit "
+        "outliers in one matrix; or w4ax: 4-bit weights and 8-bit activations."
     ),
 ]
 Method = Annotated[

@@ -8,7 +8,7 @@ linears have their final weights. A Llama block then runs once in the original a
 quantized model, except for gate and up, which run twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,6 +232,22 @@ def observe_inputs(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
     handles = [
         block.get_submodule(path).register_forward_pre_hook(lambda m, args, s=show: s(args[0]))
         for path, show in see.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def rounded_inputs(block: nn.Module, paths: Iterable[str], rounded: Any) -> Iterator[None]:
+    """Within this context these linears get `rounded(x)` for their input x."""
+    handles = [
+        block.get_submodule(path).register_forward_pre_hook(
+            lambda m, args: (rounded(args[0]), *args[1:])
+        )
+        for path in paths
     ]
     try:
         yield

@@ -8,15 +8,23 @@ read or written, except that weights are read again where the block holds them r
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
-from billfish.models.fold import fold_source
-from billfish.models.passes import BlockRunner, BlockStructure, observe_inputs, probe_structure
+from billfish.models.fold import FoldSource, fold_source
+from billfish.models.passes import (
+    BlockRunner,
+    BlockStructure,
+    observe_inputs,
+    probe_structure,
+    rounded_inputs,
+)
 from billfish.offline.activations import Activations
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
@@ -25,6 +33,7 @@ from billfish.solvers.refining import Gain, Refined, Refining
 from billfish.solvers.statistics import Statistics
 
 OnLinear = Callable[[str, Solved], None]
+SEEN = 2**14  # tokens, at least, that decide about channel factors
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,18 @@ class BlockJob:
     steps: int = 0  # of training, for methods with `refine`; as are the next two
     seed: int = 0
     on_step: Callable[[int], None] = lambda done: None
+    # Path of a linear -> factors of its weight that were folded into it.
+    folded: dict[str, list[Tensor]] = field(default_factory=dict)
+    # Linears that are quantized round their inputs, if the scheme does, until the block is solved.
+    rounding: ExitStack = field(default_factory=ExitStack)
 
     def solve(self, activations: Activations, on_linear: OnLinear) -> Gain | None:
         """Calls `on_linear` for each quantized linear; replaces `activations`, the block's inputs,
         by its outputs. Returns what training gained, if the method trains."""
+        with self.rounding:
+            return self._solve(activations, on_linear)
+
+    def _solve(self, activations: Activations, on_linear: OnLinear) -> Gain | None:
         if self.arguments is None:
             for path in self.paths:
                 self._quantize([path], self._weights([path]), None, on_linear)
@@ -91,6 +108,7 @@ class BlockJob:
         """Returns the runner that computes the outputs of the quantized block."""
         model, block = self.model, self.model.blocks[self.index]
         found = self._structure(activations)
+        self._fold_channel_factors(found.groups, activations)
         final = {linear.path for linear in model.linears(self.index)} - set(self.paths)
         quantized, original = (
             BlockRunner(model, self.index, module, states, self._arguments(), found, set(final))
@@ -132,6 +150,35 @@ class BlockJob:
             self.model, self.index, activations.quantized[0][:1], self._arguments()
         )
 
+    def _fold_channel_factors(self, groups: list[list[str]], activations: Activations) -> None:
+        """For schemes that round activations: even out the channels of the linears' inputs, as far
+        as the layers that produce them can absorb it."""
+        choose = getattr(quantizer(self.scheme), "channel_factors", None)
+        groups = [group for group in groups if all(path in self.paths for path in group)]
+        if choose is None or not groups:
+            return
+        squares: dict[str, Tensor] = {}
+
+        def see(path: str, x: Tensor) -> None:
+            rows = x.reshape(-1, x.shape[-1]).float()
+            squares[path] = squares.get(path, 0) + rows.square().sum(0)
+
+        tokens = 0
+        with observe_inputs(
+            self.model.blocks[self.index], {group[0]: partial(see, group[0]) for group in groups}
+        ):
+            for state in activations.quantized:
+                self.model.run(self.index, state, self._arguments())
+                tokens += state.shape[:2].numel()
+                if tokens >= SEEN:
+                    break
+        for group in groups:
+            source = self._fold_source(group, activations) if group[0] in squares else None
+            if source is not None:
+                factor = choose(self.scheme, squares[group[0]], source.row_of_column)
+                if factor is not None:
+                    self._fold(group, source, factor)
+
     # -- AWQ: collect all statistics, fold scales into the preceding layers, then round
 
     def _solve_together(self, activations: Activations, on_linear: OnLinear) -> None:
@@ -142,43 +189,51 @@ class BlockJob:
         with observe_inputs(model.blocks[self.index], see):
             for state in activations.quantized:
                 model.run(self.index, state, arguments)
-        masters = {path: self._weights([path]) for path in self.paths}
         for group, known in zip(groups, statistics, strict=True):
             if self.method.folds and all(path in self.paths for path in group):
-                self._fold(group, known, masters, activations.quantized[0][:1])
+                self._fold_scales(group, known, activations)
+        left = set(self.paths)
         for group, known in zip(groups, statistics, strict=True):
-            for path in (path for path in group if path in self.paths):
-                self._quantize([path], masters.pop(path), known, on_linear)
-        for path, weight in masters.items():
-            self._quantize([path], weight, None, on_linear)
+            for path in (path for path in group if path in left):
+                self._quantize([path], self._weights([path]), known, on_linear)
+                left.remove(path)
+        for path in (path for path in self.paths if path in left):
+            self._quantize([path], self._weights([path]), None, on_linear)
         self._run(activations)
 
-    def _fold(
-        self, group: list[str], known: Statistics, masters: dict[str, Tensor], probe: Tensor
-    ) -> None:
-        """AWQ's scales: multiply the columns of `group` by a factor and divide the outputs of the
-        layer that produces their input by it, if fold_source finds such a layer."""
-        source = fold_source(self.model, self.index, group, probe, self._arguments())
-        if source is None:
-            return
-        stacked = torch.cat([masters[path] for path in group])
-        factor = quantizer(self.scheme).search_fold(
-            self.scheme, stacked, known, source.row_of_column, self.stored_dtype
-        )
+    def _fold_scales(self, group: list[str], known: Statistics, activations: Activations) -> None:
+        """AWQ's scales, if there is a layer that can absorb them."""
+        source = self._fold_source(group, activations)
+        if source is not None:
+            factor = quantizer(self.scheme).search_fold(
+                self.scheme, self._weights(group), known, source.row_of_column, self.stored_dtype
+            )
+            self._fold(group, source, factor)
+            known.rescale(1 / factor)
+
+    # -- folding
+
+    def _fold_source(self, group: list[str], activations: Activations) -> FoldSource | None:
+        probe = activations.quantized[0][:1]
+        return fold_source(self.model, self.index, group, probe, self._arguments())
+
+    def _fold(self, group: list[str], source: FoldSource, factor: Tensor) -> None:  # (k,)
+        """Multiply the columns of `group` by a factor and divide the outputs of the layer that
+        produces their input by it."""
         for path in group:
-            masters[path] = masters[path] * factor
-        known.rescale(1 / factor)
+            self._scale(path, factor)
         rows = torch.ones(source.rows, device=factor.device)
         rows[source.row_of_column] = 1 / factor
-        if source.path in masters:
-            masters[source.path] = masters[source.path] * rows[:, None]
-            bias = self._linear(source.path).bias
-            if bias is not None:
-                bias.data.mul_(rows.to(bias.dtype))
-        else:
-            for parameter in self.model.blocks[self.index].get_submodule(source.path).parameters():
-                shape = (-1, *[1] * (parameter.ndim - 1))
-                parameter.data = (parameter.data.float() * rows.view(shape)).to(parameter.dtype)
+        module = self.model.blocks[self.index].get_submodule(source.path)
+        if isinstance(module, nn.Linear):
+            self._scale(source.path, rows[:, None])
+        for parameter in module.parameters():
+            if parameter.ndim == 1:  # of a norm, or a bias
+                parameter.data = (parameter.data.float() * rows).to(parameter.dtype)
+
+    def _scale(self, path: str, by: Tensor) -> None:
+        self._put(path, self._linear(path).weight.data.float() * by)
+        self.folded.setdefault(path, []).append(by)
 
     # -- shared
 
@@ -197,6 +252,11 @@ class BlockJob:
             self._put(path, part.decoded)
             on_linear(path, part)
             start = end
+        if rounded := getattr(quantizer(self.scheme), "rounded_input", None):
+            rounds = rounded_inputs(
+                self.model.blocks[self.index], paths, partial(rounded, self.scheme)
+            )
+            self.rounding.enter_context(rounds)
 
     def _weights(self, paths: list[str]) -> Tensor:
         """The checkpoint's weights in fp32, stacked along n, without rounding to the compute
@@ -206,9 +266,14 @@ class BlockJob:
     def _weight(self, path: str) -> Tensor:
         model, name = self.model, f"{self.model.block_prefix(self.index)}{path}.weight"
         stored = model.checkpoint.entries[model.stored[name]].dtype
-        if model.dtype in (stored, torch.float32):  # exact in the block until it is quantized
+        folded = self.folded.get(path, [])
+        # Exact in the block until it is quantized
+        if model.dtype == torch.float32 or (model.dtype == stored and not folded):
             return self._linear(path).weight.data.float()
-        return model.read(model.stored[name], model.device).float()
+        weight = model.read(model.stored[name], model.device).float()
+        for factor in folded:
+            weight *= factor
+        return weight
 
     def _put(self, path: str, weight: Tensor) -> None:
         module = self._linear(path)

@@ -10,7 +10,8 @@ run: the outputs of its last block are known from calibration.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from billfish.models.load import rows_of
+from billfish.models.passes import rounded_inputs
 from billfish.offline.streaming import return_freed_memory
 from billfish.offline.task import Task
 from billfish.schemes.registry import quantizer
@@ -100,6 +102,7 @@ class Student:
         self.model, self.device, self.scheme = task.model, task.device, task.scheme
         self.parts: dict[str, Trainable] = {}  # name of a linear in the checkpoint -> its weight
         self.norms: dict[str, _Norm] = {}  # name of a tensor in the checkpoint -> its value
+        self.linears: list[list[str]] = []  # of each block: paths of those that are quantized
         outside = load_file(shards[0], device=str(self.device))
         inside = self.model.prefix + "."
         self.tail = {
@@ -144,6 +147,7 @@ class Student:
             else:
                 fixed[path] = tensors[stored].to(model.dtype)
         dtype = product_dtype(self.device, model.dtype)
+        self.linears.append([path.removesuffix(".weight") for path in parts])
 
         def parameters() -> dict[str, Tensor]:
             weights = {path: part.weight(dtype) for path, part in parts.items()}
@@ -156,7 +160,11 @@ class Student:
         """Within this context the model's blocks are the student's. `ids`: any sequence."""
         self.model.fill("", skip=self.model.prefix + ".")
         self.as_tuple = self.model.returns_tuple(ids)
-        with self._as_blocks(self.blocks):
+        with ExitStack() as stack:
+            stack.enter_context(self._as_blocks(self.blocks))
+            if rounded := getattr(quantizer(self.scheme), "rounded_input", None):
+                for block, paths in zip(self.model.blocks, self.linears, strict=True):
+                    stack.enter_context(rounded_inputs(block, paths, partial(rounded, self.scheme)))
             yield
         self.model.drop("", skip=self.model.prefix + ".")
 

@@ -21,6 +21,7 @@ from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.dialects.awq import Awq
 from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
 from billfish.schemes.w4a16.dialects.gptq import Gptq
+from billfish.schemes.w4ax import W4AX
 from billfish.schemes.w2416 import W2416
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -78,6 +79,19 @@ def mixed(scheme, n, k):
     return {**tensors, "weight": scheme.dequantize(tensors)}
 
 
+def whole(scheme, n, k):
+    """w4ax: codes and whole scales by formula, the weight that they mean, and a product's sums."""
+    i, j = torch.arange(n)[:, None], torch.arange(k)[None]
+    codes, q = (3 * i * i + 7 * j + i * j) % 16, (5 * i + 3 * j[:, : k // scheme.group_size]) % 16
+    base = ((1 + 5 * i % 11) / 64).to(torch.float16)
+    tensors = scheme.pack(codes, q + 1, base)
+    scheme.check(tensors)
+    x = ((11 * j + 5 * i[:3]) % 97 - 48) / 8
+    sums, scale = scheme.whole_sums(tensors, x)
+    meant = {"weight": scheme.dequantize(tensors), "sums": sums, "scale": scale}
+    return {**tensors, **meant, "y": scheme.reference(tensors, x)}
+
+
 @cache
 def packed():
     """{case: {tensor name: tensor}} of every layout of every dialect."""
@@ -91,6 +105,7 @@ def packed():
                 cases[f"gptq {kind}"] = as_gptq(W4A16(bits, 32, symmetric), 32, 96)
                 cases[f"gptq {kind} desc_act"] = as_gptq(W4A16(bits, 32, symmetric, True), 32, 96)
     cases["w2416"] = mixed(W2416(2.91), 32, 1024)
+    cases["w4ax"] = whole(W4AX(32), 24, 320)
     cases["canonical bfloat16"] = canonical(W4A16(), 8, 256, torch.bfloat16)
     cases["canonical g_idx"] = canonical(W4A16(4, 32, has_g_idx=True), 8, 96)
     for symmetric in (True, False):

@@ -18,6 +18,7 @@ from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.text import read_documents
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4ax import W4AX
 from billfish.schemes.w2416 import W2416
 from billfish.schemes.w2416.codes import TrainableMixed
 from billfish.solvers import finetune, training
@@ -57,8 +58,12 @@ def weights(folder):
 
 @pytest.mark.parametrize(
     ("scheme", "scales"),
-    [(W3, {"weight_scale"}), (W2416(3.3), {"scale_base", "weight_scale_4"})],
-    ids=["w4a16", "w2416"],
+    [
+        (W3, {"weight_scale"}),
+        (W2416(3.3), {"scale_base", "weight_scale_4"}),
+        (W4AX(32), {"weight_scale"}),
+    ],
+    ids=["w4a16", "w2416", "w4ax"],
 )
 def test_training_and_distillation_improve_held_out_sequences(
     tmp_path, source, fast, scheme, scales
@@ -85,7 +90,8 @@ def test_training_and_distillation_improve_held_out_sequences(
 
 
 @pytest.mark.parametrize(
-    "scheme", [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64), W2416(3.3)]
+    "scheme",
+    [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64), W2416(3.3), W4AX(64)],
 )
 def test_every_grid_is_trained(tmp_path, fast, scheme, text):
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=1)

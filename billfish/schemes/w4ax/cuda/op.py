@@ -34,7 +34,6 @@ class CudaOp(Op):
 
     name: ClassVar[str] = "cuda"
     run: ClassVar[int] = RUN
-    by_name: ClassVar[bool] = True  # until its kernels have run on a GPU
     batch_invariant: ClassVar[bool] = True  # sums are exact, scales those of a token
 
     @classmethod

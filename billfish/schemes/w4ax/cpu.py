@@ -1,0 +1,115 @@
+"""w4ax on a CPU: weights as int8 in memory, multiplied by PyTorch's int8 product.
+
+oneDNN's kernels for it are exact where the processor adds four products in 32 bits (VNNI and later
+on x86); on older ones sums of two may saturate at 16 bits. So it is tried once, on the largest
+numbers, and where it is missing or wrong, products run in fp32, in blocks of inputs whose sums
+fp32 holds exactly.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from billfish.errors import UserError
+from billfish.schemes.base import Op, Tensors, together
+from billfish.schemes.w4ax.activations import round_tokens
+from billfish.schemes.w4ax.scheme import MIDDLE, NIBBLES, W4AX, scaled
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 1024  # inputs: sums of 127 * 128 stay below 2^24
+SLICE = 2**24  # outputs at once: temporaries of 64 MB
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 (m, k) and (n, k) -> int32 (m, n), by oneDNN."""
+    return torch._int_mm(x, weight.t())
+
+
+def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by products in fp32."""
+    total = x.new_zeros(len(x), len(weight), dtype=torch.int32)
+    for some, columns in zip(torch.split(x, BLOCK, 1), torch.split(weight, BLOCK, 1), strict=True):
+        total += (some.float() @ columns.float().T).to(torch.int32)
+    return total
+
+
+@cache
+def int8_works() -> bool:
+    """Whether int8_product is exact here, found by trying: the largest products of both signs, one
+    row and several, whole tiles and rests."""
+    for m, n, k in ((1, 40, 64), (3, 7, 96), (17, 40, 288)):
+        index = torch.arange(max(m, n) * k)
+        x = torch.tensor([127, 127, -127])[index[: m * k] // 7 % 3].to(torch.int8).view(m, k)
+        weight = torch.tensor([-128, 112, -128])[index[: n * k] // 5 % 3].to(torch.int8).view(n, k)
+        x[0], weight[0] = 127, -128
+        try:
+            found = int8_product(x, weight)
+        except RuntimeError:  # this build of PyTorch has none
+            return False
+        if not torch.equal(found.long(), x.long() @ weight.long().T):
+            return False
+    return True
+
+
+class CpuOp(Op):
+    name: ClassVar[str] = "cpu"
+    batch_invariant: ClassVar[bool] = True  # sums are exact
+
+    @classmethod
+    def refuses(cls, scheme: W4AX, n: int, k: int, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"its weights are on {device}; move the model to the CPU with model.to('cpu')."
+        return None
+
+    def __init__(self, scheme: W4AX, tensors: Tensors) -> None:
+        self.scheme = scheme
+        self.weight = scheme.whole_weight(tensors)  # (n, k) int8
+        self.group_scale = tensors["group_scale"].clone()
+        self.base = tensors["weight_scale"].clone()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype not in DTYPES:
+            raise UserError(f"activations are {x.dtype}; known are {', '.join(map(str, DTYPES))}.")
+        *lead, k = x.shape
+        n, inputs = self.weight.shape
+        if k != inputs:
+            raise ValueError(f"activations have {k} columns, the layer takes {inputs}")
+        rows = x.reshape(-1, k)
+        if not len(rows):
+            return x.new_empty(*lead, n)
+        parts = [self._rows(part, bias) for part in torch.split(rows, max(1, SLICE // n))]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*lead, n)
+
+    def _rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x8, scale = round_tokens(x)
+        product = int8_product if int8_works() else fp32_product
+        y = scaled(product(x8, self.weight), scale, self.base)
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def canonical(self) -> dict[str, Tensor]:
+        n, k = self.weight.shape
+        q = NIBBLES.unpack(self.group_scale, n, k // self.scheme.group_size).to(torch.int8) + 1
+        steps = self.weight.view(*q.shape, -1) // q[..., None]
+        return {
+            "weight_packed": NIBBLES.pack(steps.view(n, k) + MIDDLE),
+            "group_scale": self.group_scale.clone(),
+            "weight_scale": self.base.clone(),
+        }
+
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.group_scale.nbytes + self.base.nbytes
+
+    @classmethod
+    def join(cls, ops: Sequence["CpuOp"]) -> "CpuOp | None":
+        if len({(op.scheme, op.weight.shape[1], op.base.dtype) for op in ops}) > 1:
+            return None
+        whole = copy(ops[0])
+        for name in ("weight", "group_scale", "base"):
+            joined, parts = together([getattr(op, name) for op in ops])
+            for op, part in zip((whole, *ops), (joined, *parts), strict=True):
+                setattr(op, name, part)
+        return whole
