@@ -117,7 +117,7 @@ def test_kernels_keep_to_their_registers(dtype):
         assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
         assert "Performance Loss" not in cubin.log  # wgmma one after the other
         # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more; of 10: decode
-        alone = re.search(r"batch<.*, (128|256|64, 2), \d", program.name)
+        alone = re.search(r"batch<\S+, \d+, (128|256|64, 2), \d", program.name)
         most = 168 if alone else 96 if "decode" in program.name else 80
         assert 16 <= cubin.registers <= most, (program.name, cubin.registers)
     assert not programs(64, dtype, "sm_80") and not programs(64, torch.float32, "sm_90a")
