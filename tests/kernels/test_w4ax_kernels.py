@@ -106,18 +106,18 @@ def test_joined_layers_are_views():
 def test_kernels_keep_to_their_registers(dtype):
     # the other type has the same text, and as many registers
     wanted = (
-        [program for size in (32, 64, 128) for program in programs(size, dtype, "sm_90a")[1:]]
+        [program for size in (32, 128) for program in programs(size, dtype, "sm_90a")[1:]]
         if dtype == FP16
         else list(programs(64, dtype, "sm_90a"))
     )
-    assert len(set(wanted)) == (42 if dtype == FP16 else 15)
+    assert len(set(wanted)) == (28 if dtype == FP16 else 15)
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
     for program, cubin in zip(wanted, made, strict=True):
         assert cubin.spill_bytes == 0 and cubin.stack_bytes == 0, program.name
         assert "Performance Loss" not in cubin.log  # wgmma one after the other
         # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more; of 10: decode
-        alone = re.search(r"batch<.*, (128|256|64, 2), \d", program.name)
+        alone = re.search(r"batch<\S+, \d+, (128|256|64, 2), \d", program.name)
         most = 168 if alone else 96 if "decode" in program.name else 80
         assert 16 <= cubin.registers <= most, (program.name, cubin.registers)
     assert not programs(64, dtype, "sm_80") and not programs(64, torch.float32, "sm_90a")
@@ -305,12 +305,12 @@ BATCHES = [
     (420, 1280, 32, FP16, Cut(64, 2, 1), (64, 9)),
     (77, 1024, 64, FP16, Cut(128, 1, 1), (129,)),
     (272, 1024, 32, BF16, Cut(128, 2, 1), (70,)),
-    (300, 2048, 256, FP16, Cut(128, 2, 0), (131,)),
+    (300, 1024, 256, FP16, Cut(128, 2, 0), (131,)),
     (260, 1152, 128, BF16, Cut(256, 1, 1), (70,)),
-    (1100, 1024, 128, FP16, Cut(128, 2, 0, 2), (130,)),  # an odd number of tiles
+    (1100, 512, 128, FP16, Cut(128, 2, 0, 2), (130,)),  # an odd number of tiles
     (1030, 1152, 64, BF16, Cut(128, 2, 1, 2), (70,)),
     (130, 1664, 32, FP16, Cut(256, 1, 1, 2), (200,)),
-    (136, 640, 64, FP16, Cut(256, 1, 0), (257,)),
+    (136, 384, 64, FP16, Cut(256, 1, 0), (257,)),
 ]
 
 
