@@ -186,7 +186,7 @@ class W4AX:
 def scaled(sums: Tensor, scale: Tensor, base: Tensor) -> Tensor:
     """Whole sums (..., n), tokens' scales (..., 1) and bases (n, 1) -> fp32 (..., n). The product
     of scales comes first: ops do the same, so that their bits are equal."""
-    return sums.float() * (scale * base.float()[:, 0])
+    return sums.float().mul_(scale * base.float()[:, 0])
 
 
 @dataclass(frozen=True)
