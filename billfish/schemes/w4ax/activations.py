@@ -17,7 +17,8 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """(..., k) of any dtype -> int8 (..., k) and s, fp32 (..., 1)."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
+    top = torch.full_like(largest, TOP)  # torch would multiply by a number's reciprocal
     # The quotient is infinite for a < 4e-37, and 0 times it counts as 0; else no product is beyond
     # 127 by more than a rounding.
-    steps = (x * (TOP / largest)).nan_to_num_(0.0, TOP, -TOP)
-    return steps.round_().to(torch.int8), largest / TOP
+    steps = (x * (top / largest)).nan_to_num_(0.0, TOP, -TOP)
+    return steps.round_().to(torch.int8), largest / top
