@@ -23,7 +23,9 @@ from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
 
 ROW_CODES = {"cpu": 2**20, "cuda": 2**26}  # weights in one step: temporaries of 4 MB on a CPU
-STRENGTH = 0.25  # exponent of a channel's root mean square in its factor
+# Exponent of a channel's root mean square in its factor. Output error of SmolLM2's linears with
+# rounded activations: 0.15 0.00390, 0.25 0.00385, 0.35 0.00389; without factors 10 % more.
+STRENGTH = 0.25
 LEAST = 1e-6  # of the mean square of all channels: a dead channel gets no extreme factor
 
 
