@@ -29,12 +29,11 @@ MEETING_US, MEETING_MORE_US = 1.5, 1.0
 class Costs:
     """Of a kernel's stages, estimated from timings on an H200."""
 
-    stage_us: Mapping[tuple[int, ...], float]  # by instance: 128 inputs, alone on an SM
+    stage_us: Mapping[tuple[int, int], float]  # (tokens, bands): 128 inputs, alone on an SM
     together: float  # how much longer it takes where two CTAs share an SM
 
 
-# tokens and bands, or tokens, bands and sharers; these are of all kernels
-INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))
+INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands; of most kernels
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,6 @@ class Cut:
     tokens: int  # 32, 64, 128 or 256
     bands: int  # bands of 64 outputs for each of two warpgroups
     stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
-    sharers: int = 1  # CTAs of a cluster, with tiles side by side along n, that share x
-
-    @property
-    def instance(self) -> tuple[int, ...]:
-        return (self.tokens, self.bands, self.sharers)[: 2 if self.sharers == 1 else 3]
 
     @property
     def outputs(self) -> int:
@@ -63,7 +57,7 @@ class Cut:
 class Launch:
     cut: Cut
     m_tiles: int
-    n_tiles: int  # those of a cluster count as one
+    n_tiles: int
     whole: int  # tiles that are not split; the others are split into stripes
     blocks: int
     stages: int
@@ -93,40 +87,38 @@ def launch(
     smem = BARRIER_BYTES + stages * stage + TURN_BYTES
     if stages < 2:
         return None
-    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / (cut.outputs * cut.sharers))
+    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
     tiles = whole = m_tiles * n_tiles
     if cut.stripes == 0:
-        groups = min(tiles, gpu.sms * cut.per_sm // cut.sharers)
+        blocks = min(tiles, gpu.sms * cut.per_sm)
     else:
-        groups = slots = gpu.sms * cut.stripes // cut.sharers
+        blocks = slots = gpu.sms * cut.stripes
         even = slots // tiles * tiles  # every tile is split into equally many parts
         if even >= EVEN * slots:
-            groups = even
-        groups = min(groups, tiles * max(1, k_tiles // LEAST_STRIPE))
-        if tiles % groups == 0:
+            blocks = even
+        blocks = min(blocks, tiles * max(1, k_tiles // LEAST_STRIPE))
+        if tiles % blocks == 0:
             return None
         # Stripes are one to two tiles long: shorter ones would leave more sums to reduce.
-        whole = max(0, tiles // groups - 1) * groups
-    blocks = groups * cut.sharers
+        whole = max(0, tiles // blocks - 1) * blocks
     # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
     return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
 
 
-def cuts(instances: Iterable[tuple[int, ...]] = INSTANCES) -> Iterator[Cut]:
-    for tokens, bands, *sharers in instances:
+def cuts(instances: Iterable[tuple[int, int]] = INSTANCES) -> Iterator[Cut]:
+    for tokens, bands in instances:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
-            yield Cut(tokens, bands, stripes, *sharers)
+            yield Cut(tokens, bands, stripes)
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
     shared = costs.together if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2 else 1.0
-    groups = how.blocks // cut.sharers
-    stages = (math.ceil(how.whole / groups) + (tiles - how.whole) / groups) * k_tiles
+    stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
     meeting = MEETING_US + MEETING_MORE_US * cut.tokens * cut.bands / 32 if how.sums else 0.0
-    return stages * costs.stage_us[cut.instance] * shared + meeting
+    return stages * costs.stage_us[cut.tokens, cut.bands] * shared + meeting
 
 
 def cheapest(

@@ -1,6 +1,6 @@
 // w4ax_quant, w4ax_decode or w4ax_batch (QUANT, DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid
-// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS,
-// BANDS and SHARERS: the compiler's command line.
+// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and
+// BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
@@ -31,16 +31,13 @@ int main(int, char** arguments) {
     fwrite(bytes.data(), 1, m * width, stdout);
     fwrite(pairs.data(), 8, m, stdout);
 #else
-    const int results = m * (gated ? n / 2 : n), wide = 128 * BANDS * SHARERS;
-#ifdef BATCH
-    cluster_size = SHARERS;
-#endif
+    const int results = m * (gated ? n / 2 : n), wide = 128 * BANDS;
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(results + 64, 0xfffe);
     std::vector<u32> workspace(grid * 256 * 128, 0xfffefffe), locks(grid * 8, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
-        const TensorMap map{(const u16*)x.data(), m, width / 2, TOKENS / SHARERS};
+        const TensorMap map{(const u16*)x.data(), m, width / 2, TOKENS};
         const uint2* tokens_at = (const uint2*)tokens.data();
         const float* bases_at = (const float*)bases.data();
 #ifdef DECODE

@@ -323,21 +323,6 @@ BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
     return v;
 }
 
-// Arrives on a barrier of any block of the cluster, given by in_block.
-BILLFISH_DEVICE void barrier_arrive_in_cluster(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-                 : "memory");
-}
-
-// copy_tensor to the same place of the blocks in `ranks`, a bit each; counts on each one's barrier.
-BILLFISH_DEVICE void copy_tensor_to(u16 ranks, u32 to, const TensorMap& map, int column, int row,
-                                    u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column),
-        "r"(row), "r"(barrier), "h"(ranks) : "memory");
-}
-
 // Stores 8 bytes in another block's shared memory and counts them on its barrier: needs no fence.
 BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
     asm volatile(

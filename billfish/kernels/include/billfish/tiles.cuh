@@ -32,31 +32,27 @@ constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 byte
 // A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
 // every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
 // and are cut anywhere. Stripes are numbered backwards: a block waits only for sums of the stripes
-// after its own, whose blocks were started before it. kSharers: blocks of a cluster, which have
-// tiles side by side and count as one.
-template <int kSharers>
-struct SharedWalk {
+// after its own, whose blocks were started before it.
+struct Walk {
     int k_tiles, whole, tiles;
     int part = -1, tile = 0, first = 0, count = 0;
-    BILLFISH_DEVICE SharedWalk(int k_tiles, int whole, int tiles)
+    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
         : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
-    static BILLFISH_DEVICE int blocks_in_all() { return gridDim.x / kSharers; }
-    static BILLFISH_DEVICE int block() { return blockIdx.x / kSharers; }
     // The first unit of the stripe `behind` stripes after this block's. The first stripes are one
     // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
-        const int blocks = blocks_in_all(), which = blocks - 1 - block() + behind;
+        const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
         const int units = (tiles - whole) * k_tiles, each = units / blocks;
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
     BILLFISH_DEVICE int whole_parts() const {
-        const int blocks = blocks_in_all(), index = block();
+        const int blocks = gridDim.x, index = blockIdx.x;
         return index < whole ? (whole - index + blocks - 1) / blocks : 0;
     }
     BILLFISH_DEVICE bool next() {
         const int of_stripe = ++part - whole_parts();
         if (of_stripe < 0) {
-            tile = block() + part * blocks_in_all(), first = 0, count = k_tiles;
+            tile = blockIdx.x + part * gridDim.x, first = 0, count = k_tiles;
             return true;
         }
         const int begin = stripe(0), end = stripe(1);
@@ -66,7 +62,6 @@ struct SharedWalk {
         return count > 0;
     }
 };
-using Walk = SharedWalk<1>;
 
 // Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
 // at the same time share x and weights in L2.

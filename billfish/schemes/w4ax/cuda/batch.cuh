@@ -4,10 +4,6 @@
 // Weights are wgmma's A operand, from registers, as unsigned bytes (bytes.cuh); x is the B operand,
 // 128 bytes a token and stage in shared memory. Sums are integers modulo 2^32 over all of k, in any
 // order the same; scales come in the epilogue. Tiles, ring, split-K: as w4a16_batch (tiles.cuh).
-//
-// With two sharers, a cluster's blocks have the same tokens and outputs side by side: each fetches
-// half of x for both (multicast). A tile of 128 tokens x 256 outputs then reads 25 KB of L2 for 128
-// inputs instead of 33.
 #pragma once
 
 #include "billfish/bytes.cuh"
@@ -54,17 +50,15 @@ BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const uint2*
 
 // Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
 // stage's barrier expects, those of x included.
-template <class Stage, int kBands, int kSharers>
+template <class Stage, int kBands>
 BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
-                                  SharedWalk<kSharers> walk, int rank, int stages,
-                                  BatchPlaces places) {
+                                  Walk walk, int stages, BatchPlaces places) {
     const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
     Slot slot(1);  // the first round finds every slot empty
 #pragma unroll 1
     while (walk.next()) {
-        const int n_tile = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kSharers + rank;
-        const int band = n_tile * kTeams * kBands;
-        const int here = max(0, min(kTeams * kBands, bands - band));
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
+        const int here = min(kTeams * kBands, bands - band);
         const unsigned char* from =
             records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
 #pragma unroll 1
@@ -83,33 +77,12 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
     }
 }
 
-// Producer of half of x for both blocks of a cluster; one thread. A slot is empty once the warps of
-// both have read it.
-template <int kTokens>
-BILLFISH_DEVICE void copy_shared_x(const TensorMap& x, int m_tiles, int n_tiles, SharedWalk<2> walk,
-                                   int rank, int stages, int stage_bytes, BatchPlaces places) {
-    constexpr int kHalf = kTokens / 2;
-    Slot slot(1);
-#pragma unroll 1
-    while (walk.next()) {
-        const int token = TilePlace(walk.tile, m_tiles, n_tiles).m_tile * kTokens + rank * kHalf;
-#pragma unroll 1
-        for (int i = walk.first; i < walk.first + walk.count; ++i) {
-            const u32 to = places.ring() + slot.index * stage_bytes + rank * kHalf * kXLine;
-            barrier_wait(places.empty(slot.index), slot.parity);
-            copy_tensor_to(3, to, x, i * (kXLine / 2), token, places.full(slot.index));
-            slot.next(stages);
-        }
-    }
-}
-
 #endif
 
 // `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
-// kTokens / kSharers tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n):
-// m_tiles x n_tiles tiles, kSharers side by side counted as one, of which the first `whole` are not
-// split. `early` and `gated`: as w4a16_batch.
-template <class T, int kGroup, int kTokens, int kBands, int kSharers>
+// kTokens tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n): m_tiles x
+// n_tiles tiles, of which the first `whole` are not split. `early` and `gated`: as w4a16_batch.
+template <class T, int kGroup, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
            const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
@@ -126,35 +99,24 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(places.full(i), 1);                       // and the bytes of the copies
-            barrier_init(places.empty(i), 4 * kTeams * kSharers);  // warps that multiply
+            barrier_init(places.full(i), 1);            // and the bytes of the copies
+            barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
         }
         barrier_init_fence();
     }
     __syncthreads();
-    const int rank = kSharers > 1 ? cluster_rank() : 0;
-    const auto meet_cluster = [] {
-        if constexpr (kSharers > 1) cluster_arrive(), cluster_wait();
-    };
-    meet_cluster();  // the other block's barriers exist
 
-    SharedWalk<kSharers> walk(k_tiles, whole, m_tiles * n_tiles);
+    Walk walk(k_tiles, whole, m_tiles * n_tiles);
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
-            copy_records<Stage, kBands, kSharers>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
-                                                  n_tiles, walk, rank, stages, places);
+            copy_records<Stage, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles, n_tiles,
+                                        walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
-            if constexpr (kSharers > 1)
-                copy_shared_x<kTokens>(x, m_tiles, n_tiles, walk, rank, stages, Stage::kBytes,
-                                       places);
-            else
-                copy_x<kTokens, 1>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
+            copy_x<kTokens, 1>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
             if (!early) launch_dependents();  // the first call of a block counts
         }
-        __syncwarp();
-        meet_cluster();
         return;
     }
     take_registers<two_fit(kTokens, kBands) ? 104 : 232>();
@@ -162,14 +124,6 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
     const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
     const int warp = thread / 32 % 4, lane = thread % 32;
     Slot slot(0);
-    const auto release_before = [&] {  // the slot before this one, in both blocks
-        const u32 empty = places.empty((slot.index == 0 ? stages : slot.index) - 1);
-        if constexpr (kSharers > 1) {
-            if (lane < kSharers) barrier_arrive_in_cluster(in_block(empty, lane));
-        } else if (lane == 0) {
-            barrier_arrive(empty);
-        }
-    };
 #pragma unroll 1
     while (walk.next()) {
         u32 acc[kBands][kTokens / 2] = {};
@@ -206,16 +160,16 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
                                     x_at + (k64 * 64 + step * 32) / 16);
                     wgmma_commit();
                     wgmma_wait<1>();
-                    if (unit == 0 && i > 0) release_before();
+                    if (unit == 0 && i > 0 && lane == 0)  // the slot before has been read
+                        barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
                 }
                 slot.next(stages);
             }
             wgmma_wait<0>();
-            release_before();
+            if (lane == 0)
+                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
         }
-        // a block's neighbours there are those of the same rank
-        const int number = rank * walk.blocks_in_all() + walk.block();
-        MeetingPlace<kBands * kTokens / 2, u32> here(workspace, locks, number, thread);
+        MeetingPlace<kBands * kTokens / 2, u32> here(workspace, locks, blockIdx.x, thread);
         if (walk.first > 0) {
             here.leave(&acc[0][0], lane);
             continue;
@@ -230,13 +184,12 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
             const int token_0 = place.m_tile * kTokens;
-            const int row_0 = (place.n_tile * kSharers + rank) * kRows +
-                              (team * kBands + band) * kRecordN + warp * 16;
+            const int row_0 =
+                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16;
             scale_and_store<T, kTokens>(acc[band], tokens, bases, bias, out, m, n, token_0, row_0,
                                         gated, turn, lane);
         }
     }
-    meet_cluster();  // nothing is sent to a block that has ended
 #endif
 }
 

@@ -13,8 +13,7 @@ from billfish.schemes.w4ax.cuda.arrange import record_group
 HERE = Path(__file__).parent
 ARCH = "sm_90a"
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
-# of w4ax_batch: tokens, bands and, of clusters, sharers
-INSTANCES: tuple[tuple[int, ...], ...] = (*tiles.INSTANCES, (64, 2), (128, 2, 2), (256, 1, 2))
+INSTANCES = (*tiles.INSTANCES, (64, 2))  # tokens, bands of w4ax_batch
 
 
 @functools.cache
@@ -28,10 +27,8 @@ def decode_kernel(dtype: torch.dtype, group: int, tokens: int, bands: int) -> Ke
 
 
 @functools.cache
-def batch_kernel(
-    dtype: torch.dtype, group: int, tokens: int, bands: int, sharers: int = 1
-) -> Kernel:
-    return _kernel("batch", dtype, group, tokens, bands, sharers)
+def batch_kernel(dtype: torch.dtype, group: int, tokens: int, bands: int) -> Kernel:
+    return _kernel("batch", dtype, group, tokens, bands)
 
 
 def _kernel(name: str, dtype: torch.dtype, *numbers: int) -> Kernel:

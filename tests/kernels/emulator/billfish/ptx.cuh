@@ -112,15 +112,6 @@ inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 b
     begin_tensor(to, map.first, map.rows, map.columns, map.box, column, row, barrier_at(barrier));
 }
 
-inline void copy_tensor_to(u16 ranks, u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    demand(to % 1024 == 0 && ranks < 1 << cluster_size, "tensor copy");
-    for (u32 rank = 0; rank < cluster_size; ++rank)
-        if (ranks >> rank & 1)
-            begin_tensor(in_block(to, rank), map.first, map.rows, map.columns, map.box, column, row,
-                         barrier_at(in_block(barrier, rank)));
-}
-inline void barrier_arrive_in_cluster(u32 b) { barrier_at(b).arrive(); }
-
 inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }
 inline u32 cluster_count() { return gridDim.x / cluster_size; }
