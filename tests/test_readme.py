@@ -230,6 +230,35 @@ def test_w2416_decodes():
     )
 
 
+def test_w4ax_products():
+    told = load("h200-w4ax.json")
+    found = {(each["k"], each["n"], each["m"]): each for each in told["times"]}
+    rows = []
+    for k, n in ((4096, 4096), (4096, 28672), (8192, 57344)):
+        points = [found[k, n, m] for m in (1, 16, 64, 256, 1024)]
+        rows.append(row(f"{k} x {n}", "w4ax", *(f"{each['us']:.1f}" for each in points)))
+        rows.append(row("", "w4a16", *(best(each["w4a16_us"], each["us"]) for each in points)))
+    table(rows)
+    known = {
+        (each["k"], each["n"], each["m"]): each["us"]["pdl"]["median"]
+        for each in load("h200-w4a16.json")["points"]
+    }
+    assert all(each["w4a16_us"] == round(known[place], 1) for place, each in found.items())
+
+
+def test_w4ax_decodes():
+    rows = []
+    prompts = load("h200-prefill-8b-w4ax.json")["variants"]
+    for variant, prompt in zip(
+        load("h200-generate-8b-w4ax.json")["variants"], prompts, strict=True
+    ):
+        assert variant["variant"] == prompt["variant"]
+        speed = [f"{point['decode_tokens_per_s']:.0f}" for point in variant["points"]]
+        (point,) = prompt["points"]
+        rows.append(row(variant["weights"], *speed, f"{1000 * point['prefill_seconds']:.0f} ms"))
+    table(rows)
+
+
 def test_products():
     result, peers = load("h200-w4a16.json"), load("peers.json")
     fastest = {(each["k"], each["n"], each["m"]): each for each in peers["times"]}
