@@ -19,7 +19,7 @@ from billfish.schemes.base import Op, Tensors, watched
 from billfish.schemes.gated import Gated, order
 from billfish.schemes.w4ax.cuda import arrange
 from billfish.schemes.w4ax.cuda.instances import programs
-from billfish.schemes.w4ax.cuda.plan import MOST_K, RUN, linear, operator, plan
+from billfish.schemes.w4ax.cuda.plan import RUN, linear, operator, plan
 
 
 class Grouped(Protocol):
@@ -40,10 +40,6 @@ class CudaOp(Op):
     def refuses(cls, scheme: Grouped, n: int, k: int, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
-        if reason := arrange.refuses_group(scheme.group_size, k):
-            return f"{reason}."
-        if k > MOST_K:
-            return f"k is {k}; its sums of 32 bits take up to {MOST_K} inputs."
         if not torch.cuda.is_available():
             return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
         found = torch.cuda.get_device_capability(index_of(device))

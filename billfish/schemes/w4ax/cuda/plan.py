@@ -28,7 +28,6 @@ from billfish.schemes.w4ax.cuda.instances import (
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
 QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
 INPUT_BYTES = 1
-MOST_K = 2**17  # beyond, sums of k products of -128..112 and -127..127 exceed 32 bits
 # Timings of 4096 x 28672 with 64, 256 and 1024 tokens on an H200; what the model chooses agrees
 # within 10 %. One CTA of few tokens waits for its own instructions, so two on an SM take little
 # longer than one.
