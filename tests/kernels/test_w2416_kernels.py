@@ -266,11 +266,10 @@ def test_outliers_that_meet(columns, compiled):
 @pytest.mark.parametrize("sms", [6, 8])  # three clusters, four: every output belongs to one
 def test_any_number_of_clusters(sms, compiled):
     scheme = W2416(2.91)
-    tensors, x, _ = layer(scheme, 112, 96, FP16)
+    tensors, x, _ = layer(scheme, 112, 144, FP16)
     packed, wanted = arrange.pack(scheme, tensors), scheme.reference(tensors, x[:8])
     y = product(compiled, packed, x[:8], None, 2, sms=sms)
-    error = (y.double() - wanted).norm() / wanted.norm()
-    assert error < 1.2 * ONE_ROUNDING[FP16], float(error)  # scales and weights are rounded, too
+    assert (y.double() - wanted).norm() < ONE_ROUNDING[FP16] * wanted.norm()
 
 
 @needs_compiler
