@@ -231,7 +231,7 @@ class Engine:
         if (
             self.scheduler.admits
             or len(alive) < len(self.scheduler.running)
-            or self.pages.free() < len(alive)  # else a sequence may be preempted
+            or not self.scheduler.can_grow(run.sequence for run, _, _ in alive)
         ):
             return False
         going = [

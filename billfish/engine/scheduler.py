@@ -91,6 +91,13 @@ class Scheduler:
         """Whether the next step may admit a sequence."""
         return bool(self._waiting) and not self._stuck and len(self._running) < self.most_sequences
 
+    def can_grow(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether each of these running sequences can have one more token without a preemption."""
+        free = self.pages.free()
+        if free >= len(self._running):
+            return True
+        return sum(self._pages_for(len(one) + 1) - len(one.pages) for one in sequences) <= free
+
     def add(self, sequence: Sequence) -> None:
         """Appends it to the queue. ValueError if it can never run to its end."""
         name, most = sequence.name, sequence.most

@@ -79,6 +79,16 @@ def test_one_alone_runs_ahead_all_the_way(path):
         assert made.engine.runner.promised == 48
 
 
+def test_a_full_cache_runs_ahead_while_pages_have_room(path):
+    """Only tokens that begin a page need a free one."""
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    with ahead(path) as made:
+        need = -(-(len(made.tokenizer("abc").input_ids) + 50) // made.engine.pages.tokens)
+    with ahead(path, pages=2 * need) as made:
+        made.generate(["abc", "def"], params)
+        assert made.engine.runner.promised == 2 * 48
+
+
 def test_cancelled_while_it_flies(path):
     params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
     with ahead(path) as made:

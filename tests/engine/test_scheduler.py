@@ -326,3 +326,14 @@ def test_to_run_a_step_twice_is_an_error():
     plan.ran(pieces)
     with pytest.raises(AssertionError):
         plan.ran(pieces)
+
+
+def test_sequences_can_grow_while_pages_have_room():
+    plan = scheduler(count=3, tokens=4)
+    both = text("a", 3, most=9), text("b", 3, most=9)
+    for one in both:
+        plan.add(one)
+    turn(plan)  # four tokens each, a page each, one page free
+    assert not plan.can_grow(both) and plan.can_grow(both[:1])
+    both[1].output.clear()
+    assert plan.can_grow(both)  # the last token of its page
