@@ -33,6 +33,15 @@ class Costs:
     together: float  # how much longer it takes where two CTAs share an SM
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes in shared memory that differ between kernels."""
+
+    input: int = 2  # of one number of x in a stage
+    token: int = 0  # for the epilogue, of each token of a tile
+    output: int = 0  # and of each output
+
+
 INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands; of most kernels
 
 
@@ -61,12 +70,9 @@ class Launch:
     whole: int  # tiles that are not split; the others are split into stripes
     blocks: int
     stages: int
+    stage_bytes: int
     smem: int
     early: bool  # the next kernel may start early (PDL), as this one occupies every SM
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.smem - BARRIER_BYTES - TURN_BYTES) // self.stages
 
     @property
     def sums(self) -> int:
@@ -76,15 +82,16 @@ class Launch:
 
 
 def launch(
-    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, input_bytes: int = 2
+    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, held: Held = Held()
 ) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
-    would be whole tiles. `input_bytes`: of one number of x."""
-    stage = cut.tokens * SLICE * input_bytes + TEAMS * cut.bands * record_bytes
+    would be whole tiles."""
+    stage = cut.tokens * SLICE * held.input + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
-    stages = min(MOST_STAGES, (room - BARRIER_BYTES - TURN_BYTES) // stage)
-    smem = BARRIER_BYTES + stages * stage + TURN_BYTES
+    rest = BARRIER_BYTES + TURN_BYTES + cut.tokens * held.token + cut.outputs * held.output
+    stages = min(MOST_STAGES, (room - rest) // stage)
+    smem = stages * stage + rest
     if stages < 2:
         return None
     m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
@@ -103,7 +110,7 @@ def launch(
         whole = max(0, tiles // blocks - 1) * blocks
     # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
-    return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, smem, early)
+    return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, stage, smem, early)
 
 
 def cuts(instances: Iterable[tuple[int, int]] = INSTANCES) -> Iterator[Cut]:
@@ -128,9 +135,9 @@ def cheapest(
     record_bytes: int,
     gpu: Gpu,
     costs: Costs,
-    input_bytes: int = 2,
+    held: Held = Held(),
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
-    sizes = (m, n, k_tiles, record_bytes, gpu, input_bytes)
+    sizes = (m, n, k_tiles, record_bytes, gpu, held)
     fit = (how for cut in cuts(costs.stage_us) if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

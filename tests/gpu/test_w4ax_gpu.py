@@ -97,7 +97,7 @@ def test_every_tile(cut, dtype):
         shape = packed.shape
         exact, made = oracle(tensors, group_size, x, bias), plan.plan(0, shape, dtype)
         for m in (7, 64, 129, 300):
-            sizes = (m, n, shape.k_tiles, shape.record_bytes, gpu(0), plan.INPUT_BYTES)
+            sizes = (m, n, shape.k_tiles, shape.record_bytes, gpu(0), plan.HELD)
             how = tiles.launch(cut, *sizes)
             if how is None:
                 continue

@@ -206,7 +206,7 @@ def product(
         how = tile.pick_tile(m, shape.n, shape.record_bytes, gpu)
         size = (how.tokens, how.bands)
     else:
-        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.INPUT_BYTES)
+        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.HELD)
         how = tiles.launch(cut, *sizes)
         size, whole = (cut.tokens, cut.bands), how.whole
     names = (TYPES[x.dtype], shape.record_group, *size)

@@ -13,8 +13,8 @@ int main(int, char** arguments) {
     const int m = next(), n = next(), k = next(), k_tiles = next(), grid = next(), stages = next();
     const int smem_bytes = next(), whole = next(), gated = next();
     std::vector<unsigned char> records = take(), x = take(), tokens = take(), bases = take(), bias = take();
-    const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
-    for (int i = 0; i < 3; ++i) {
+    const std::vector<unsigned char>* inputs[4] = {&records, &x, &tokens, &bases};
+    for (int i = 0; i < 4; ++i) {
         source_begin[i] = (const char*)inputs[i]->data();
         source_end[i] = source_begin[i] + inputs[i]->size() - 16;
     }

@@ -183,9 +183,9 @@ inline V read(u32 address) {
 
 inline void write(unsigned char* to, const void* from, u32 bytes) { memcpy(to, from, bytes); }
 
-inline const char *source_begin[3], *source_end[3];
+inline const char *source_begin[4], *source_end[4];
 inline void check_source(const void* from, u32 bytes) {
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 4; ++i)
         if ((const char*)from >= source_begin[i] && (const char*)from + bytes <= source_end[i]) return;
     demand(false, "a copy from outside its tensor");
 }

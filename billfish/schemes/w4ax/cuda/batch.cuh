@@ -21,24 +21,49 @@ struct AxStage {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers.
-template <class T, int kTokens>
-BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const uint2* tokens,
-                                     const float* bases, const u16* bias, u16* out, int m, int n,
-                                     int token_0, int row_0, bool gated, u32 turn, int lane) {
-    float base[2];
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-        const int row = row_0 + lane / 4 + lower * 8;
-        base[lower] = row < n ? bases[row] : 0.0f;
+// What a team's epilogue needs, in shared memory: its tile's tokens as w4ax_quant writes them, and
+// the bases of its outputs. Copies are issued when the tile begins and arrive while it is
+// multiplied: fetched in the epilogue, 16 tokens after 16, they took 5 us a tile. Two by turns: a
+// thread may be at its next tile while others of the team still store this one.
+template <int kTokens, int kBands>
+struct Epilogue {
+    static constexpr int kBases = kTokens * 8;  // byte offset
+    static constexpr int kBytes = kBases + kBands * kRecordN * 4;
+    u32 at;
+    BILLFISH_DEVICE Epilogue(u32 base, int team, int turn) : at(base + (team * 2 + turn) * kBytes) {}
+    BILLFISH_DEVICE u32 token(int i) const { return at + i * 8; }
+    BILLFISH_DEVICE u32 base(int row) const { return at + kBases + row * 4; }
+    // Zeros past the last token and output. `thread` of the team; 16 bytes each.
+    BILLFISH_DEVICE void fetch(const uint2* tokens, const float* bases, int m, int n, int token_0,
+                               int row_0, int thread) const {
+        const int i = token_0 + thread * 2, row = row_0 + thread * 4;
+        if (thread < kTokens / 2)
+            copy_async_16(token(thread * 2), tokens + (i < m ? i : 0), i < m ? 16u : 0u);
+        if (thread < kBands * kRecordN / 4)
+            copy_async_16(base(thread * 4), bases + (row < n ? row : 0),
+                          static_cast<u32>(max(0, min(4, n - row))) * 4);
+        commit_copies();
     }
+    BILLFISH_DEVICE void wait(int team) const {
+        wait_copies<0>();
+        sync_pair<kTeamThreads>(1 + team);
+    }
+};
+
+// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers. `row` is the
+// warp's first of the team's.
+template <class T, int kTokens, class Needs>
+BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const Needs& needs, int row,
+                                     const u16* bias, u16* out, int m, int n, int token_0,
+                                     int row_0, bool gated, u32 turn, int lane) {
+    const float base[2] = {load_smem_float(needs.base(row + lane / 4)),
+                           load_smem_float(needs.base(row + lane / 4 + 8))};
 #pragma unroll
     for (int some = 0; some < kTokens / 16; ++some) {
         float y[8];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = token_0 + some * 16 + i * 8 + lane % 4 * 2;  // and the next
-            const uint4 two = token < m ? load_global_bits_16(tokens + token) : uint4{0, 0, 0, 0};
+            const uint4 two = load_smem_16(needs.token(some * 16 + i * 8 + lane % 4 * 2));
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 y[i * 4 + j] = scaled(acc[some * 8 + i * 4 + j], j % 2 ? two.z : two.x,
@@ -123,9 +148,19 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
 
     const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
     const int warp = thread / 32 % 4, lane = thread % 32;
+    const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
+    const u32 kept = places.ring() + stages * Stage::kBytes + 4 * kTeams * kTurnBytes;
+    int by_turns = 0;
     Slot slot(0);
+    dependency_wait();  // for x, too; makes w4ax_quant's stores visible to this thread
 #pragma unroll 1
     while (walk.next()) {
+        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const int token_0 = place.m_tile * kTokens;
+        const int row_0 = place.n_tile * kRows + team * kBands * kRecordN;
+        const Epilogue<kTokens, kBands> needs(kept, team, by_turns);
+        if (walk.first == 0)
+            needs.fetch(tokens, bases, m, n, token_0, row_0, thread % kTeamThreads);
         u32 acc[kBands][kTokens / 2] = {};
         {
             u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
@@ -178,16 +213,13 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
         for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
             have += walk.stripe(others + 2) - walk.stripe(others + 1);
         if (others > 0) here.collect(&acc[0][0], others, lane);
-        const TilePlace place(walk.tile, m_tiles, n_tiles);
-        const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
-        dependency_wait();  // long over; makes w4ax_quant's stores visible to this thread
+        needs.wait(team);
+        by_turns ^= 1;
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
-            const int token_0 = place.m_tile * kTokens;
-            const int row_0 =
-                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16;
-            scale_and_store<T, kTokens>(acc[band], tokens, bases, bias, out, m, n, token_0, row_0,
-                                        gated, turn, lane);
+            const int row = band * kRecordN + warp * 16;
+            scale_and_store<T, kTokens>(acc[band], needs, row, bias, out, m, n, token_0,
+                                        row_0 + row, gated, turn, lane);
         }
     }
 #endif

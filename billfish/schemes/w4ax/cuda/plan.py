@@ -27,7 +27,8 @@ from billfish.schemes.w4ax.cuda.instances import (
 
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
 QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
-INPUT_BYTES = 1
+# x in bytes; of a tile's tokens and outputs what the epilogue needs, for two tiles (batch.cuh).
+HELD = tiles.Held(1, token=32, output=8)
 # Timings of 4096 x 28672 with 64, 256 and 1024 tokens on an H200; what the model chooses agrees
 # within 10 %. One CTA of few tokens waits for its own instructions, so two on an SM take little
 # longer than one.
@@ -82,7 +83,7 @@ class Plan:
 
     def pick(self, m: int) -> tiles.Launch:
         shape = self.shape
-        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, self.gpu, COSTS, INPUT_BYTES)
+        sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, self.gpu, COSTS, HELD)
         found = tiles.cheapest(*sizes)
         assert found is not None, "one always fits in a Hopper SM"
         return found
