@@ -21,16 +21,20 @@ FLAGS = 8  # of a CTA: one for each warp that multiplies
 EVEN = 0.9  # use fewer CTAs, at least this share of those that fit, if all tiles split equally then
 LEAST_STRIPE = 4  # slices of 128 inputs: for shorter stripes the reduction costs more than it saves
 
-# us of a split-K reduction: a constant, and for each 32 tokens x 128 outputs of the tile.
-MEETING_US, MEETING_MORE_US = 1.5, 1.0
-
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a kernel's stages, estimated from timings on an H200."""
+    """Of a kernel, estimated from timings on an H200, in us."""
 
     stage_us: Mapping[tuple[int, int], float]  # (tokens, bands): 128 inputs, alone on an SM
     together: float  # how much longer it takes where two CTAs share an SM
+    busy: float = 0.0  # and how much longer, as a share, where every SM has one
+    # What 32 tokens x 128 outputs of a tile add: to the epilogue of every tile, and to a reduction
+    # of split tiles, which also has a constant.
+    tile_us: float = 0.0
+    meeting_us: tuple[float, float] = (1.5, 1.0)
+    cluster_us: float = 0.0  # of a reduction within a cluster
+    clusters: tuple[int, ...] = ()  # sizes of clusters that may share a tile
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Held:
     output: int = 0  # and of each output
 
 
+HALVES = Held()
 INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands; of most kernels
 
 
@@ -52,6 +57,7 @@ class Cut:
     tokens: int  # 32, 64, 128 or 256
     bands: int  # bands of 64 outputs for each of two warpgroups
     stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
+    splits: int = 1  # CTAs of a cluster that shares a tile, each with a part of its inputs
 
     @property
     def outputs(self) -> int:
@@ -82,7 +88,7 @@ class Launch:
 
 
 def launch(
-    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, held: Held = Held()
+    cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, held: Held = HALVES
 ) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
     would be whole tiles."""
@@ -96,7 +102,11 @@ def launch(
         return None
     m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
     tiles = whole = m_tiles * n_tiles
-    if cut.stripes == 0:
+    if cut.splits > 1:
+        blocks = tiles * cut.splits
+        if blocks > gpu.sms * cut.per_sm or k_tiles < cut.splits * LEAST_STRIPE:
+            return None
+    elif cut.stripes == 0:
         blocks = min(tiles, gpu.sms * cut.per_sm)
     else:
         blocks = slots = gpu.sms * cut.stripes
@@ -113,19 +123,32 @@ def launch(
     return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, stage, smem, early)
 
 
-def cuts(instances: Iterable[tuple[int, int]] = INSTANCES) -> Iterator[Cut]:
+def cuts(
+    instances: Iterable[tuple[int, int]] = INSTANCES, clusters: Iterable[int] = ()
+) -> Iterator[Cut]:
     for tokens, bands in instances:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
             yield Cut(tokens, bands, stripes)
+        for splits in clusters:
+            if splits <= tokens // 16:  # a CTA of the cluster stores 16 tokens or more
+                yield Cut(tokens, bands, 0, splits)
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
-    """Expected time: the CTAs of an SM share it; a split-K reduction costs extra."""
+    """Expected time: the CTAs of an SM share it; epilogues and reductions come on top."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
-    shared = costs.together if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2 else 1.0
-    stages = (math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks) * k_tiles
-    meeting = MEETING_US + MEETING_MORE_US * cut.tokens * cut.bands / 32 if how.sums else 0.0
-    return stages * costs.stage_us[cut.tokens, cut.bands] * shared + meeting
+    stage = costs.stage_us[cut.tokens, cut.bands]
+    stage *= 1 + costs.busy * min(1.0, how.blocks / gpu.sms)
+    if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2:
+        stage *= costs.together
+    size = cut.tokens * cut.bands / 32
+    if cut.splits > 1:
+        parts, stages, meeting = 1.0, float(math.ceil(k_tiles / cut.splits)), costs.cluster_us
+    else:
+        parts = math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks
+        stages, (constant, more) = parts * k_tiles, costs.meeting_us
+        meeting = constant + more * size if how.sums else 0.0
+    return stages * stage + max(1.0, parts) * costs.tile_us * size + meeting
 
 
 def cheapest(
@@ -135,9 +158,9 @@ def cheapest(
     record_bytes: int,
     gpu: Gpu,
     costs: Costs,
-    held: Held = Held(),
+    held: Held = HALVES,
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
     sizes = (m, n, k_tiles, record_bytes, gpu, held)
-    fit = (how for cut in cuts(costs.stage_us) if (how := launch(cut, *sizes)))
+    fit = (how for cut in cuts(costs.stage_us, costs.clusters) if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

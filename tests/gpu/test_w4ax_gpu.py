@@ -88,7 +88,7 @@ def test_activations(k, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("cut", list(tiles.cuts(INSTANCES)), ids=str)
+@pytest.mark.parametrize("cut", list(tiles.cuts(INSTANCES, plan.COSTS.clusters)), ids=str)
 def test_every_tile(cut, dtype):
     """Every instance and way to spread it, whatever the cost model would take."""
     for group_size, n, k in [(64, 1040, 4096), (32, 81, 1536), (128, 4096, 8192)]:

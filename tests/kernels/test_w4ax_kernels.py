@@ -214,7 +214,8 @@ def product(
     program = compiled(kernel, ",".join(map(str, names)), text)
     sizes = (m, shape.n, k, shape.k_tiles, how.blocks, how.stages, how.smem, whole)
     given = (packed.records, inputs, pairs, packed.bases, bias)
-    made = run(program, (seed, *sizes, int(gated)), *given)
+    splits = cut.splits if cut else 1
+    made = run(program, (seed, *sizes, int(gated), splits), *given)
     return torch.frombuffer(made, dtype=x.dtype).view(m, -1)
 
 
@@ -282,6 +283,10 @@ BATCHES = [
     (300, 1024, 256, FP16, Cut(128, 2, 0), (131,)),
     (260, 1152, 128, BF16, Cut(256, 1, 1), (70,)),
     (136, 384, 64, FP16, Cut(256, 1, 0), (257,)),
+    (200, 1152, 64, FP16, Cut(32, 1, 0, 2), (20, 32)),  # clusters
+    (130, 2560, 128, BF16, Cut(64, 1, 0, 4), (61,)),
+    (250, 1408, 32, FP16, Cut(128, 2, 0, 2), (70,)),
+    (128, 2048, 64, BF16, Cut(256, 1, 0, 4), (131,)),
 ]
 
 
@@ -349,6 +354,8 @@ MISTAKES = [
     ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
     ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("cluster", r"cluster_wait\(\);\n            const int rank", "const int rank"),
+    ("cluster: tiles", r"k_tiles \* rank / splits", "k_tiles * rank / splits / 2"),
     ("quant", r"v\[i % 2 \* 4 \+ i / 4\]", "v[i / 8 * 4 + i / 2 % 4]"),  # x's own order
     ("quant", r"__float2int_rn\((.*?) \* inverse\)", r"(int)(\1 * inverse)"),
     ("quant", r"static_cast<int>\(sum\)\) \* 128", "static_cast<int>(sum))"),
@@ -361,12 +368,15 @@ MISTAKES = [
 def test_the_emulator_sees_mistakes(mistake, compiled):
     where, pattern, replacement = mistake
     kernel, _, header = where.partition(": ")
+    clustered, kernel = kernel == "cluster", kernel.replace("cluster", "batch")
     path = (INCLUDE if header else CUDA) / f"{header or kernel}.cuh"
     broken, count = re.subn(pattern, replacement, path.read_text())
     assert count, "the text has changed: mend the pattern"
     broken = (path.name, broken)
     tensors, x, _ = layer(200, 8192, 64, FP16)  # the ring goes round; tiles are split
     m, cut = (3, None) if kernel == "decode" else (20, Cut(32, 1, 2))
+    if clustered:
+        cut = Cut(32, 1, 0, 2)
     right, wanted = quantize(compiled, x[:m], 1), oracle(tensors, 64, x[:m])
     for seed in range(6):
         try:

@@ -1,5 +1,5 @@
 // w4ax_quant, w4ax_decode or w4ax_batch (QUANT, DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid
-// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and
+// stages smem whole gated splits < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and
 // BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
@@ -11,7 +11,8 @@ int main(int, char** arguments) {
     lot.seed(next());
     memory_varies = atoi(*arguments) % 2;
     const int m = next(), n = next(), k = next(), k_tiles = next(), grid = next(), stages = next();
-    const int smem_bytes = next(), whole = next(), gated = next();
+    const int smem_bytes = next(), whole = next(), gated = next(), splits = arguments[1] ? next() : 1;
+    if (splits > 1) cluster_size = splits;
     std::vector<unsigned char> records = take(), x = take(), tokens = take(), bases = take(), bias = take();
     const std::vector<unsigned char>* inputs[4] = {&records, &x, &tokens, &bases};
     for (int i = 0; i < 4; ++i) {
@@ -44,7 +45,8 @@ int main(int, char** arguments) {
         KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), m, n, k_tiles, stages, gated);
 #else
         KERNEL(records.data(), map, tokens_at, bases_at, bias_at, out.data(), workspace.data(), locks.data(), m, n,
-               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, stages, true, gated);
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, splits, stages, true,
+               gated);
 #endif
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");

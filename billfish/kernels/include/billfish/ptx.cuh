@@ -312,6 +312,11 @@ BILLFISH_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// What this thread has stored in shared memory is then visible to whoever has waited.
+BILLFISH_DEVICE void cluster_arrive_release() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 BILLFISH_DEVICE void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -320,6 +325,14 @@ BILLFISH_DEVICE void cluster_wait() {
 BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
     u32 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
+    return v;
+}
+
+// From any block of the cluster, at an address of in_block.
+BILLFISH_DEVICE uint4 load_cluster_16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
     return v;
 }
 

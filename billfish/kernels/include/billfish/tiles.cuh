@@ -5,6 +5,7 @@
 
 #include "billfish/gate.cuh"
 #include "billfish/record.cuh"
+#include "billfish/warp.cuh"
 #include "billfish/wgmma.cuh"
 
 namespace billfish {
@@ -63,6 +64,21 @@ struct Walk {
     }
 };
 
+// Or, in clusters of `splits` > 1 blocks: an equal share of the inputs of one tile.
+struct ClusterWalk : Walk {
+    int splits;
+    BILLFISH_DEVICE ClusterWalk(int k_tiles, int whole, int tiles, int splits)
+        : Walk(k_tiles, whole, tiles), splits(splits) {}
+    BILLFISH_DEVICE bool next() {
+        if (splits == 1) return Walk::next();
+        tile = blockIdx.x / splits;
+        const int rank = blockIdx.x - tile * splits;
+        first = k_tiles * rank / splits;
+        count = k_tiles * (rank + 1) / splits - first;
+        return ++part == 0;
+    }
+};
+
 // Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
 // at the same time share x and weights in L2.
 constexpr int kAbreast = 8;
@@ -101,8 +117,8 @@ struct ReadSlot {
 
 // Producer of the block's x, which is first in a stage; one thread. A line of a token is 128 bytes:
 // the 128 inputs of a stage are two of 16-bit numbers, or one of bytes.
-template <int kTokens, int kLines = 2>
-BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, Walk walk, int stages,
+template <int kTokens, int kLines = 2, class AnyWalk>
+BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWalk walk, int stages,
                             int stage_bytes, BatchPlaces places) {
     Slot slot(1);
 #pragma unroll 1
@@ -198,6 +214,33 @@ struct MeetingPlace {
         }
         __syncwarp();
         for (int i = lane + 1; i <= others; i += 32) flags[-i * 8] = 0;
+    }
+};
+
+// The same by a cluster whose blocks share one tile: every block leaves its sums in its shared
+// memory and then adds those of all blocks for some of the tokens. kSums: of a thread.
+template <int kSums>
+struct ClusterPlace {
+    u32 at;  // room for kSums x 256 threads x 4 bytes
+    BILLFISH_DEVICE ClusterPlace(u32 room, int thread) : at(room + thread * 16) {}
+    BILLFISH_DEVICE void leave(const u32* acc) const {
+#pragma unroll
+        for (int i = 0; i < kSums; i += 4)
+            store_smem_bits_16(at + i * 1024, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+    }
+    // Of all blocks the sums [first, first + 8) of this thread.
+    BILLFISH_DEVICE void collect(u32 (&sums)[8], int first, int blocks) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums[i] = 0;
+#pragma unroll 4
+        for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 v = load_cluster_16(in_block(at + (first + half * 4) * 1024, block));
+                sums[half * 4] += v.x, sums[half * 4 + 1] += v.y;
+                sums[half * 4 + 2] += v.z, sums[half * 4 + 3] += v.w;
+            }
+        }
     }
 };
 

@@ -51,33 +51,28 @@ struct Epilogue {
 };
 
 // Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers. `row` is the
-// warp's first of the team's.
-template <class T, int kTokens, class Needs>
-BILLFISH_DEVICE void scale_and_store(const u32 (&acc)[kTokens / 2], const Needs& needs, int row,
+// warp's first of the team's, `base` those of the lane's two outputs.
+template <class T, class Needs>
+BILLFISH_DEVICE void scale_and_store(const u32* acc, const Needs& needs, const float (&base)[2],
                                      const u16* bias, u16* out, int m, int n, int token_0,
-                                     int row_0, bool gated, u32 turn, int lane) {
-    const float base[2] = {load_smem_float(needs.base(row + lane / 4)),
-                           load_smem_float(needs.base(row + lane / 4 + 8))};
+                                     int token, int row_0, bool gated, u32 turn, int lane) {
+    float y[8];
 #pragma unroll
-    for (int some = 0; some < kTokens / 16; ++some) {
-        float y[8];
+    for (int i = 0; i < 2; ++i) {
+        const uint4 two = load_smem_16(needs.token(token + i * 8 + lane % 4 * 2));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 two = load_smem_16(needs.token(some * 16 + i * 8 + lane % 4 * 2));
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                y[i * 4 + j] = scaled(acc[some * 8 + i * 4 + j], j % 2 ? two.z : two.x,
-                                      j % 2 ? two.w : two.y, base[j / 2]);
-        }
-        store_results<T, 16>(y, bias, out, m, n, token_0 + some * 16, row_0, gated, turn, lane);
+        for (int j = 0; j < 4; ++j)
+            y[i * 4 + j] = scaled(acc[i * 4 + j], j % 2 ? two.z : two.x, j % 2 ? two.w : two.y,
+                                  base[j / 2]);
     }
+    store_results<T, 16>(y, bias, out, m, n, token_0 + token, row_0, gated, turn, lane);
 }
 
 // Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
 // stage's barrier expects, those of x included.
 template <class Stage, int kBands>
 BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
-                                  Walk walk, int stages, BatchPlaces places) {
+                                  ClusterWalk walk, int stages, BatchPlaces places) {
     const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
     Slot slot(1);  // the first round finds every slot empty
 #pragma unroll 1
@@ -106,14 +101,15 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
 
 // `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
 // kTokens tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n): m_tiles x
-// n_tiles tiles, of which the first `whole` are not split. `early` and `gated`: as w4a16_batch.
+// n_tiles tiles, of which the first `whole` are not split; or each is split over a cluster of
+// `splits` blocks. `early` and `gated`: as w4a16_batch.
 template <class T, int kGroup, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
            const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
            u16* __restrict__ out, u32* __restrict__ workspace, u32* __restrict__ locks, int m,
-           int n, int m_tiles, int n_tiles, int k_tiles, int whole, int stages, bool early,
-           bool gated) {
+           int n, int m_tiles, int n_tiles, int k_tiles, int whole, int splits, int stages,
+           bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = AxStage<kGroup, kTokens, kBands>;
     constexpr int kRows = kTeams * kBands * kRecordN;
@@ -131,7 +127,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
     }
     __syncthreads();
 
-    Walk walk(k_tiles, whole, m_tiles * n_tiles);
+    ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits);
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
@@ -142,6 +138,8 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
             copy_x<kTokens, 1>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
             if (!early) launch_dependents();  // the first call of a block counts
         }
+        __syncwarp();
+        for (int i = 0; splits > 1 && i < 2; ++i) cluster_arrive(), cluster_wait();
         return;
     }
     take_registers<two_fit(kTokens, kBands) ? 104 : 232>();
@@ -159,7 +157,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
         const int token_0 = place.m_tile * kTokens;
         const int row_0 = place.n_tile * kRows + team * kBands * kRecordN;
         const Epilogue<kTokens, kBands> needs(kept, team, by_turns);
-        if (walk.first == 0)
+        if (walk.first == 0 || splits > 1)
             needs.fetch(tokens, bases, m, n, token_0, row_0, thread % kTeamThreads);
         u32 acc[kBands][kTokens / 2] = {};
         {
@@ -204,6 +202,34 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
             if (lane == 0)
                 barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
         }
+        const auto store = [&](const u32* sums, int band, int token) {
+            const int row = band * kRecordN + warp * 16;
+            const float base[2] = {load_smem_float(needs.base(row + lane / 4)),
+                                   load_smem_float(needs.base(row + lane / 4 + 8))};
+            scale_and_store<T>(sums, needs, base, bias, out, m, n, token_0, token, row_0 + row,
+                               gated, turn, lane);
+        };
+        if (splits > 1) {
+            const ClusterPlace<kBands * kTokens / 2> here(places.ring(), thread);
+            sync_some<1 + kTeams, kTeams * kTeamThreads>();  // the ring has been read
+            here.leave(&acc[0][0]);
+            cluster_arrive_release();
+            needs.wait(team);
+            cluster_wait();
+            const int rank = blockIdx.x % splits, parts = kTokens / 16;
+#pragma unroll 1
+            for (int part = parts * rank / splits; part < parts * (rank + 1) / splits; ++part) {
+#pragma unroll
+                for (int band = 0; band < kBands; ++band) {
+                    u32 sums[8];
+                    here.collect(sums, (band * parts + part) * 8, splits);
+                    store(sums, band, part * 16);
+                }
+            }
+            cluster_arrive();  // a block stays until all have read its sums
+            cluster_wait();
+            return;
+        }
         MeetingPlace<kBands * kTokens / 2, u32> here(workspace, locks, blockIdx.x, thread);
         if (walk.first > 0) {
             here.leave(&acc[0][0], lane);
@@ -217,9 +243,9 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
         by_turns ^= 1;
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
-            const int row = band * kRecordN + warp * 16;
-            scale_and_store<T, kTokens>(acc[band], needs, row, bias, out, m, n, token_0,
-                                        row_0 + row, gated, turn, lane);
+#pragma unroll
+            for (int part = 0; part < kTokens / 16; ++part)
+                store(&acc[band][part * 8], band, part * 16);
         }
     }
 #endif

@@ -29,19 +29,24 @@ RUN = 8  # gates, then ups: a thread has rows r and r + 8
 QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
 # x in bytes; of a tile's tokens and outputs what the epilogue needs, for two tiles (batch.cuh).
 HELD = tiles.Held(1, token=32, output=8)
-# Timings of 4096 x 28672 with 64, 256 and 1024 tokens on an H200; what the model chooses agrees
-# within 10 %. One CTA of few tokens waits for its own instructions, so two on an SM take little
-# longer than one.
+# Fitted to 240 timings of 4096 x 4096, 6144 and 28672 and of 14336 x 4096 with 32 to 512 tokens on
+# an H200 (docs/LOG.md, 2026-11-18): what the model chooses is within 2 % of the best. Clusters of 4
+# and 8 CTAs were never the best: they start later.
 COSTS = tiles.Costs(
     {
-        (32, 1): 0.47,
-        (64, 1): 0.61,
-        (64, 2): 0.68,
-        (128, 1): 0.51,
-        (128, 2): 0.92,
-        (256, 1): 0.89,
+        (32, 1): 0.24,
+        (64, 1): 0.24,
+        (64, 2): 0.48,
+        (128, 1): 0.33,
+        (128, 2): 0.58,
+        (256, 1): 0.56,
     },
-    1.15,
+    together=2.0,
+    busy=0.26,
+    tile_us=0.47,
+    meeting_us=(5.6, 0.55),
+    cluster_us=1.5,
+    clusters=(2,),
 )
 assert set(COSTS.stage_us) == set(INSTANCES)
 
@@ -143,7 +148,7 @@ class Plan:
     def batch(self, m: int, gated: bool, how: tiles.Launch) -> Product:
         shape, index, cut = self.shape, self.gpu.index, how.cut
         kernel, columns = self.batches[cut.tokens, cut.bands], row_bytes(shape.k) // 2
-        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
+        sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, cut.splits)
 
         def run(
             inputs: Tensor,
@@ -167,10 +172,11 @@ class Plan:
                 sums,
                 locks,
                 *sizes,
+                how.stages,
                 how.early,
                 gated,
             )
-            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
+            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.splits, True)
 
         return run
 

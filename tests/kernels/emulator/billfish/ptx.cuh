@@ -116,7 +116,9 @@ inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }
 inline u32 cluster_count() { return gridDim.x / cluster_size; }
 inline void cluster_arrive() { arrive_in_cluster(); }
+inline void cluster_arrive_release() { arrive_in_cluster(); }
 inline void cluster_wait() { wait_for_cluster(); }
+inline uint4 load_cluster_16(u32 address) { return read<uint4>(address); }
 inline void store_remote(u32 to, float a, float b, u32 barrier) {
     begin_remote(to, a, b, barrier_at(barrier));
 }
