@@ -58,9 +58,13 @@ def _butterflies(z: Tensor) -> Tensor:
     return z
 
 
+def _blocks(z: Tensor, bits: Tensor) -> Tensor:  # (..., k) -> (..., k / B, B)
+    return z.reshape(*z.shape[:-1], len(bits), z.shape[-1] // len(bits))
+
+
 def rotated(z: Tensor, bits: Tensor) -> Tensor:
     """(..., k) -> fp32: 4-bit blocks times the Hadamard matrix, on either side of a product."""
-    blocks = z.float().unflatten(-1, (len(bits), z.shape[-1] // len(bits)))
+    blocks = _blocks(z.float(), bits)
     few = (bits == 4)[:, None].expand(blocks.shape[-2:])
     return torch.where(few, hadamard(blocks), blocks).reshape(z.shape)
 
@@ -68,8 +72,7 @@ def rotated(z: Tensor, bits: Tensor) -> Tensor:
 def round_blocks(z: Tensor, bits: Tensor, rotation: bool) -> tuple[Tensor, Tensor]:
     """(..., k) of any dtype in stored order and uint8 (k / B), 4 or 8 for each block of B inputs ->
     int8 (..., k) and s, fp32 (..., 1)."""
-    blocks = rotated(z, bits) if rotation else z.float()
-    blocks = blocks.unflatten(-1, (len(bits), z.shape[-1] // len(bits)))
+    blocks = _blocks(rotated(z, bits) if rotation else z.float(), bits)
     few = (bits == 4)[:, None]
     largest = blocks.abs().amax(-1, keepdim=True)  # (..., k / B, 1)
     up = torch.full_like(largest, TOP / TOP_4)
