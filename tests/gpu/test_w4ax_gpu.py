@@ -41,6 +41,8 @@ class Groups:
     """What the op knows of its scheme."""
 
     group_size: int
+    symmetric: bool = True
+    mixed: bool = False
 
 
 @pytest.fixture(scope="module")
