@@ -1,16 +1,23 @@
-"""Activations in 8 bits: one dynamic scale for each token, whole numbers from -127 to 127.
+"""Activations in whole numbers: one dynamic scale for each token, bytes from -127 to 127.
 
     a = max |x|    s = a / 127    x8 = round(x * (127 / a)), ties to even
 
 All in fp32, with two divisions for each token, so that every device rounds alike. A token of zeros
 has s = 0. In one with Inf or NaN all x8 are 0 and s is Inf or NaN, and 0 times it makes all its
 outputs NaN.
+
+fmpq (COMET's W4A4 and W4A8): in most blocks of inputs x8 is a 4-bit number times a whole number q
+from 1 to 16, the same for all of the block. So these blocks have a dynamic scale of their own, and
+sums stay integers over all blocks.
 """
 
 import torch
 from torch import Tensor
 
 TOP = 127
+TOP_4 = 7 * 16  # the largest x8 of a 4-bit block
+MOST_Q = 16
+REACH = 1 / 7  # of the largest number of a 4-bit block: q at least
 
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,3 +29,43 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     # 127 by more than a rounding.
     steps = (x * (top / largest)).nan_to_num_(0.0, TOP, -TOP)
     return steps.round_().to(torch.int8), largest / top
+
+
+def hadamard(z: Tensor) -> Tensor:
+    """The last dimension, B numbers, a power of two, times the normalised Hadamard matrix of size
+    B in Sylvester's order, which is its own inverse. Butterflies in a fixed order, so that every
+    device gets the same bits; fp32."""
+    z = z.float()
+    size, shape, distance = z.shape[-1], z.shape, 1
+    while distance < size:
+        z = z.reshape(*shape[:-1], -1, 2, distance)
+        a, b = z.unbind(-2)
+        z = torch.stack([a + b, a - b], -2)
+        distance *= 2
+    return z.reshape(shape) * torch.full((), size**-0.5, device=z.device)
+
+
+def rotated(z: Tensor, bits: Tensor) -> Tensor:
+    """(..., k) -> fp32: 4-bit blocks times the Hadamard matrix, on either side of a product."""
+    blocks = z.float().reshape(*z.shape[:-1], len(bits), -1)
+    few = (bits == 4)[:, None].expand(blocks.shape[-2:])
+    return torch.where(few, hadamard(blocks), blocks).reshape(z.shape)
+
+
+def round_blocks(z: Tensor, bits: Tensor, rotation: bool) -> tuple[Tensor, Tensor]:
+    """(..., k) of any dtype in stored order and uint8 (k / B), 4 or 8 for each block of B inputs ->
+    int8 (..., k) and s, fp32 (..., 1)."""
+    blocks = (rotated(z, bits) if rotation else z.float()).reshape(*z.shape[:-1], len(bits), -1)
+    few = (bits == 4)[:, None]
+    largest = blocks.abs().amax(-1, keepdim=True)  # (..., k / B, 1)
+    up = torch.full_like(largest, TOP / TOP_4)
+    a = torch.where(few, largest * up, largest).amax(-2, keepdim=True)
+    top = torch.full_like(a, TOP)
+    inverse = top / a
+    # As in round_tokens: where the quotient is infinite or no number, 0 times it counts as 0.
+    least = (largest * inverse).mul_(torch.full_like(a, REACH)).ceil_()
+    q = torch.where(few, least.nan_to_num_(1.0, MOST_Q, 1.0).clamp_(1, MOST_Q), 1.0)
+    steps = (blocks * (inverse / q)).nan_to_num_(0.0, TOP, -TOP).round_()
+    low, high = torch.where(few, -8.0, -TOP), torch.where(few, 7.0, TOP)
+    x8 = torch.minimum(torch.maximum(steps, low), high).mul_(q)
+    return x8.to(torch.int8).reshape(z.shape), (a / top)[..., 0]

@@ -21,12 +21,18 @@ from billfish.schemes.w4ax.cuda import arrange
 from billfish.schemes.w4ax.cuda.instances import programs
 from billfish.schemes.w4ax.cuda.plan import RUN, linear, operator, plan
 
+UNKNOWN = 'its kernels run symmetric a8 layers alone; op="reference" runs any, slowly.'
+
 
 class Grouped(Protocol):
     """What kernels know of the scheme."""
 
     @property
     def group_size(self) -> int: ...
+    @property
+    def symmetric(self) -> bool: ...
+    @property
+    def mixed(self) -> bool: ...
 
 
 class CudaOp(Op):
@@ -53,13 +59,15 @@ class CudaOp(Op):
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return None
+        return UNKNOWN if scheme.mixed or not scheme.symmetric else None
 
     @classmethod
     def programs(cls, scheme: Grouped, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
         return programs(scheme.group_size, dtype, arch)
 
     def __init__(self, scheme: Grouped, tensors: Tensors) -> None:
+        if scheme.mixed or not scheme.symmetric:
+            raise UserError(UNKNOWN)
         self.scheme = scheme
         self.packed = arrange.pack(scheme.group_size, tensors)
         self._prepare()
