@@ -249,8 +249,8 @@ def test_products_of_few_tokens(case, compiled):
             assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
 
 
-# n, k, group size, dtype, tile configuration, tokens, also asymmetric up to k = 1024: tiles that are
-# whole and split along k, one and several; tails of n, k and m; every instance
+# n, k, group size, dtype, tile configuration, tokens, asymmetric, too, up to k = 1024: tiles that
+# are whole and split along k, one and several; tails of n, k and m; every instance
 BATCHES = [
     (128, 256, 128, FP16, Cut(32, 1, 0), (1, 17, 32)),
     (65, 72, -1, BF16, Cut(32, 1, 0), (3,)),
