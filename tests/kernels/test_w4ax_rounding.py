@@ -13,11 +13,15 @@ from w4ax_layers import ordered
 
 from billfish.engine.cuda import fused
 from billfish.kernels import norm
+from billfish.models.joined import Joined, joined, norm_input, shared_op, side_by_side
+from billfish.models.linear import QuantLinear
 from billfish.schemes.w4ax import activations
 from billfish.schemes.w4ax.activations import round_blocks, round_tokens
 from billfish.schemes.w4ax.cuda import rounding
 from billfish.schemes.w4ax.cuda.inputs import Inputs
 from billfish.schemes.w4ax.cuda.instances import norm_kernel, quant_kernel
+from billfish.schemes.w4ax.cuda.op import CudaOp
+from billfish.schemes.w4ax.scheme import W4AX
 
 SOURCE = PACKAGE / "schemes" / "w4ax" / "cuda" / "quant.cuh"
 SMALL = PACKAGE / "engine" / "cuda" / "small.cuh"
@@ -199,6 +203,94 @@ def test_names_say_whether_layers_round_alike():
         Inputs.of({**tensors, "input_order": torch.arange(256).int()}, True),
     ]
     assert len({one.takes(), *(other.takes() for other in others)}) == 5
+
+
+# -- the op: its input without its product
+
+
+SCHEMES = [W4AX(64), W4AX(64, False, "fmpq", 0.5, True)]
+EPS = 1e-5
+
+
+@pytest.fixture
+def op_on_cpu(monkeypatch, round_on_cpu):
+    """CudaOp on this machine; it can round, not multiply."""
+    monkeypatch.setattr(CudaOp, "_prepare", lambda op: None)
+    rounding.rounding.cache_clear()
+
+    def make(scheme, n, k, change=None):
+        round_on_cpu(k, FP16, scheme.mixed)  # its kernels from now on
+        tensors = scheme.random_tensors(n, k, FP16, torch.Generator().manual_seed(n))
+        return CudaOp(scheme, {**tensors, **(change or {})})
+
+    yield make
+    rounding.rounding.cache_clear()
+
+
+def equal(one, other):
+    m = len(one.bytes)
+    tokens = [each.tokens[:m] for each in (one, other)]
+    same_shape = (one.dtype, one.lead) == (other.dtype, other.lead)
+    return same_shape and torch.equal(one.bytes, other.bytes) and torch.equal(*tokens)
+
+
+@needs_compiler
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.describe())
+def test_an_op_takes_a_norm_with_its_input(scheme, op_on_cpu, rms_norm):
+    k = 256
+    op, module = op_on_cpu(scheme, 64, k), torch.nn.Module()
+    hidden, delta = torch.randn(2, 3, k).to(FP16)
+    weight = (torch.rand(k) + 0.5).to(FP16)
+    summed = hidden.clone()
+    wanted = op.prepare(rms_norm(summed, delta, weight, EPS))
+    assert equal(op.prepare(hidden.view(3, 1, k)), op.prepare(hidden)._replace(lead=(3, 1)))
+
+    for name, n in (("q", 72), ("k", 64)):  # q does not fill its bands: they are not joined
+        linear = QuantLinear(scheme, n, k, False, FP16)
+        linear.op = op_on_cpu(scheme, n, k)
+        module.add_module(name, linear)
+    gate = CudaOp.gate([op_on_cpu(scheme, 64, k) for _ in range(2)])
+    assert joined(module, "q", "k") is None
+    for product in (op, gate, Joined(op, None), module.q, side_by_side(module, "q", "k")):
+        mine = hidden.clone()
+        assert equal(norm_input(product, mine, delta, weight, EPS), wanted)
+        assert torch.equal(mine, summed)
+    assert norm_input(torch.nn.Linear(k, 8), hidden, delta, weight, EPS) is None
+
+    before = hidden.clone()
+    for given in (
+        (hidden, delta, weight.float()),
+        (hidden.bfloat16(), delta, weight),
+        (hidden.T.contiguous().T, delta, weight),
+        (hidden, delta[:2], weight),
+        (hidden[:, :128].contiguous(), delta[:, :128].contiguous(), weight[:128]),
+        (hidden[:0], delta[:0], weight),
+        (hidden.clone().requires_grad_(), delta, weight),
+    ):
+        assert op.norm_input(*given, EPS) is None
+    assert torch.equal(hidden, before)
+    watched = hidden.clone().requires_grad_()
+    assert op.prepare(watched) is watched  # the torch operator rounds it
+    with pytest.raises(ValueError, match="columns"):
+        op.prepare(hidden[:, :128])
+
+
+@needs_compiler
+def test_layers_join_if_they_round_alike(op_on_cpu):
+    scheme, k = SCHEMES[1], 256
+    ops = [op_on_cpu(scheme, n, k) for n in (64, 128)]
+    whole = CudaOp.join(ops)
+    assert whole.n == 192 and {op.takes for op in (whole, *ops)} == {whole.takes}
+    assert ops[1].packed.inputs is whole.packed.inputs
+    bits = 12 - whole.packed.inputs.bits
+    order = torch.arange(k, dtype=torch.int32)
+    for change in ({"input_bits": bits}, {"input_order": order}):
+        odd = [op_on_cpu(scheme, 64, k), op_on_cpu(scheme, 64, k, change)]
+        assert CudaOp.join(odd) is None and CudaOp.gate(odd) is None
+        linears = [QuantLinear(scheme, 64, k, False, FP16) for _ in odd]
+        for linear, op in zip(linears, odd, strict=True):
+            linear.op = op
+        assert shared_op(linears) is None and shared_op(linears[:1]) is odd[0]
 
 
 MISTAKES = [
