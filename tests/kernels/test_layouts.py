@@ -17,10 +17,12 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, tensor_map, tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
+from billfish.schemes.w4ax.cuda import arrange as ax_arrange
+from billfish.schemes.w4ax.cuda import rounding as ax
 from billfish.schemes.w2416.cuda import arrange as mixed_arrange
 from billfish.schemes.w2416.cuda import batch as mixed_batches
 from billfish.schemes.w2416.cuda import outliers
@@ -29,7 +31,7 @@ from billfish.schemes.w2416.cuda import tile as mixed_tile
 
 PACKAGE = Path(billfish.__file__).parent
 ENGINE = PACKAGE / "engine" / "cuda"
-W4A16, W2416 = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416"))
+W4A16, W2416, W4AX = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416", "w4ax"))
 H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
 CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
 DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
@@ -67,7 +69,8 @@ def draw():
 
 
 def small():
-    yield "kNormThreads", fused.NORM_THREADS
+    yield "kNormThreads", norm.THREADS
+    yield "NormRow<Half>::kChunks", norm.CHUNKS
     yield "kSwigluThreads", fused.SWIGLU_THREADS
 
 
@@ -172,6 +175,18 @@ def stripes():
     yield "kMostSmem", stripe.MOST_SMEM
 
 
+def ax_rounding():
+    yield "kQuantThreads", ax.THREADS
+    yield "kQuantRoom", ax.ROOM
+    yield "kUnit", ax.UNIT
+
+
+def ax_records():
+    for group, asymmetric in itertools.product(ax_arrange.RECORD_GROUPS, (False, True)):
+        record = f"AxRecord<{group}, {str(asymmetric).lower()}>::kBytes"
+        yield record, ax_arrange.record_shape(group, 64, 128, asymmetric).record_bytes
+
+
 MIRRORED = {
     ENGINE / "attention.cuh": attention,
     ENGINE / "draw.cuh": draw,
@@ -185,6 +200,8 @@ MIRRORED = {
     W2416 / "panel.cuh": mixed_panel,
     W2416 / "batch.cuh": mixed_batch,
     W2416 / "order.cuh": mixed_order,
+    W4AX / "quant.cuh": ax_rounding,
+    W4AX / "batch.cuh": ax_records,
     timing.READ.program.source: read,
 }
 
@@ -210,7 +227,6 @@ def test_a_difference_is_seen(tmp_path):
 
 def test_constants_inside_kernels():
     """These no static_assert can reach."""
-    norm, stored = ((ENGINE / f"{name}.cuh").read_text() for name in ("small", "store"))
-    assert f"constexpr int kChunks = {fused.NORM_CHUNKS};" in norm
+    stored = (ENGINE / "store.cuh").read_text()
     threads = f"kTurned ? 2 * kHeadDim : {32 * fused.STORE_WARPS}, {fused.ROTATED_BLOCKS}"
     assert f"__launch_bounds__({threads})" in stored
