@@ -1,7 +1,7 @@
 """The solution of a w4ax weight, as solvers leave it and as training changes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,10 @@ class Inputs:
 
     order: Tensor  # (k,) int64
     bits: Tensor  # (k / block,) uint8
+    back: Tensor = field(init=False)  # (k,) int64: the column of each input
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "back", self.order.argsort())
 
 
 def rounded_input(scheme: W4AX, inputs: Inputs | None, x: Tensor) -> Tensor:
@@ -32,7 +36,7 @@ def rounded_input(scheme: W4AX, inputs: Inputs | None, x: Tensor) -> Tensor:
     x8, scale = round_blocks(given[..., inputs.order], inputs.bits, scheme.rotation)
     z = x8 * scale
     z = rotated(z, inputs.bits) if scheme.rotation else z
-    return straight.through(z[..., inputs.order.argsort()].to(x.dtype), x)
+    return straight.through(z[..., inputs.back].to(x.dtype), x)
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,6 @@ class TrainableWhole:
             self.move = torch.zeros_like(self.zero)
             steps = self.start.float() - self.zero
             self.position = straight.start(target.view(steps.shape), steps, self.q * self.base)
-        if self.inputs is not None:
-            self.back = self.inputs.order.argsort()
 
     @property
     def rounding(self) -> Callable[[Tensor], Tensor]:
@@ -131,7 +133,7 @@ class TrainableWhole:
             return decoded
         if self.solved.scheme.rotation:
             decoded = rotated(decoded, self.inputs.bits)
-        return straight.reordered(decoded, self.back, self.inputs.order).to(dtype)
+        return straight.reordered(decoded, self.inputs.back, self.inputs.order).to(dtype)
 
     @torch.no_grad()
     def settle(self) -> WholeScaled:
