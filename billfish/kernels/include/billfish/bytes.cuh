@@ -56,7 +56,9 @@ struct AxBytes {
 // Group scales, and what AxGrain adds.
 template <int kGroup, bool kAsymmetric>
 struct AxScales : AxBytes<kGroup, AxRecord<kGroup, false>::kScales> {
-    BILLFISH_DEVICE u32 plus(int, int, u32 times) const { return 0x80808080u - times * 0x08080808u; }
+    BILLFISH_DEVICE u32 plus(int, int, u32 times) const {
+        return 0x80808080u - times * 0x08080808u;
+    }
 };
 template <int kGroup>
 struct AxScales<kGroup, true> : AxBytes<kGroup, AxRecord<kGroup, true>::kScales> {
