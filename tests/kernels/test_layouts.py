@@ -17,7 +17,7 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, tensor_map, tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, stripe, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
@@ -67,7 +67,8 @@ def draw():
 
 
 def small():
-    yield "kNormThreads", fused.NORM_THREADS
+    yield "kNormThreads", norm.THREADS
+    yield "NormRow<Half>::kChunks", norm.CHUNKS
     yield "kSwigluThreads", fused.SWIGLU_THREADS
 
 
@@ -210,7 +211,6 @@ def test_a_difference_is_seen(tmp_path):
 
 def test_constants_inside_kernels():
     """These no static_assert can reach."""
-    norm, stored = ((ENGINE / f"{name}.cuh").read_text() for name in ("small", "store"))
-    assert f"constexpr int kChunks = {fused.NORM_CHUNKS};" in norm
+    stored = (ENGINE / "store.cuh").read_text()
     threads = f"kTurned ? 2 * kHeadDim : {32 * fused.STORE_WARPS}, {fused.ROTATED_BLOCKS}"
     assert f"__launch_bounds__({threads})" in stored

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from billfish.engine.cuda.pool import Pool
 from billfish.engine.kv.rotation import Rotation
+from billfish.kernels import norm
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
+from billfish.kernels.norm import CHUNK
 from billfish.models.decoder import Shape
 
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
-CHUNK = 8  # numbers in 16 bytes
 # As in the .cuh files; tests/kernels/test_layouts.py compares.
-NORM_THREADS, NORM_CHUNKS = 1024, 2
-MOST_WIDTH = NORM_THREADS * NORM_CHUNKS * CHUNK
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
 DRAW_THREADS = 1024
@@ -100,7 +99,7 @@ class Fused:
             out.data_ptr(),
             width // CHUNK,
         )
-        threads = min(-(-width // CHUNK // 32) * 32, NORM_THREADS)
+        threads = min(-(-width // CHUNK // 32) * 32, norm.THREADS)
         self._embed.launch(len(tokens), threads, args, pdl=True)
 
     def draw(self, logits: Tensor, rules: Tensor, found: Tensor) -> None:
@@ -115,14 +114,11 @@ class Fused:
     ) -> None:
         """hidden += delta, in place; out = RMS norm of hidden, times weight."""
         tokens, width = hidden.shape
-        chunks = width // CHUNK
-        if width % CHUNK or chunks > NORM_THREADS * NORM_CHUNKS:
+        if norm.refuses(width):
             raise ValueError(f"a norm of {width} numbers")
-        each = -(-chunks // NORM_THREADS)  # of a thread
-        threads = -(-chunks // each // 32) * 32
         more = delta.data_ptr() if delta is not None else 0
         args = (hidden.data_ptr(), more, weight.data_ptr(), out.data_ptr(), width)
-        self._norm.launch(tokens, threads, (*args, numpy.float32(eps)), pdl=True)
+        self._norm.launch(tokens, norm.threads(width), (*args, numpy.float32(eps)), pdl=True)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """(tokens, 2 width), gates first -> (tokens, width)."""

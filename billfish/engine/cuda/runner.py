@@ -22,7 +22,7 @@ from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
 from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules
 from billfish.engine.scheduler import Piece
-from billfish.kernels import jit
+from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder, Shape
 
@@ -46,8 +46,8 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
         return f"heads of {shape.head_dim}, {rotary} of them turned by RoPE: it takes 64 and 128"
     if group > tables.MOST_GROUP:
         return f"{group} heads share a K head; its kernels take at most {tables.MOST_GROUP}"
-    if width % fused.CHUNK or width > fused.MOST_WIDTH:
-        return f"hidden states of {width}; its kernels take multiples of 8 up to {fused.MOST_WIDTH}"
+    if norm.refuses(width):
+        return f"hidden states of {width}; its kernels take multiples of 8 up to {norm.MOST_WIDTH}"
     return None
 
 

@@ -4,80 +4,34 @@
 // kernels. Launched early (PDL): whatever was written before the step is read before the wait.
 #pragma once
 
-#include "billfish/mma.cuh"
-#include "billfish/warp.cuh"
+#include "billfish/norm.cuh"
 
 namespace billfish {
 
-// Pointers to what the previous kernel may still write have no __restrict__: the compiler would
-// take the data for constant and read it through a cache that need not see those stores.
+// Pointers to what the previous kernel may still write have no __restrict__ (norm.cuh).
 
-constexpr int kNormThreads = 1024;  // at most
 constexpr int kSwigluThreads = 128;  // 14 blocks for one token of 14336: on as many SMs
 
-// hidden (tokens, width) += delta, unless that is null; out = its RMS norm. One block a token. The
-// order of sums follows from the width alone: the same bits in every batch.
+// hidden (tokens, width) += delta, unless that is null; out = its RMS norm. One block a token.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
 rms_norm(u16* hidden, const u16* delta, const u16* __restrict__ weight, u16* out, int width,
          float eps) {
-    constexpr int kChunks = 2;  // of 8 numbers a thread: up to 16384 wide
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
 #endif
-    const int chunks = width / 8, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int warps = blockDim.x / 32;
-    const u64 row = static_cast<u64>(blockIdx.x) * chunks;
-    uint4* const mine = reinterpret_cast<uint4*>(hidden) + row;
-    const uint4* const more = reinterpret_cast<const uint4*>(delta) + row;
-    u32 x[kChunks][4] = {}, w[kChunks][4] = {};
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-        const int at = threadIdx.x + i * blockDim.x;
-        if (at >= chunks) continue;
-        const uint4 v = reinterpret_cast<const uint4*>(weight)[at];
-        w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
-    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    NormRow<T> row(weight, width);
 #if __CUDA_ARCH__ >= 900
     dependency_wait();
 #endif
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-        const int at = threadIdx.x + i * blockDim.x;
-        if (at >= chunks) continue;
-        const uint4 v = mine[at];
-        x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
-        if (delta != nullptr) {
-            const uint4 d = more[at];
-            const u32 added[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[i][j] = T::add(x[i][j], added[j]);
-            mine[at] = {x[i][0], x[i][1], x[i][2], x[i][3]};
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float a = T::to_float(x[i][j]), b = T::to_float(x[i][j] >> 16);
-            sum += a * a + b * b;
-        }
-    }
     __shared__ float sums[kNormThreads / 32];
-    sum = sum_over(sum);
+    float sum = sum_over(row.add(hidden, delta, blockIdx.x));
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
-    sum = sum_over(lane < warps ? sums[lane] : 0.0f);
-    const float scale = rsqrt_fast(sum / static_cast<float>(width) + eps);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-        const int at = threadIdx.x + i * blockDim.x;
-        if (at >= chunks) continue;
-        u32 y[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            y[j] = T::mul(w[i][j], T::pack(T::to_float(x[i][j]) * scale,
-                                           T::to_float(x[i][j] >> 16) * scale));
-        reinterpret_cast<uint4*>(out)[row + at] = {y[0], y[1], y[2], y[3]};
-    }
+    sum = sum_over(lane < blockDim.x / 32 ? sums[lane] : 0.0f);
+    uint4* const stored = reinterpret_cast<uint4*>(out) + static_cast<u64>(blockIdx.x) * row.chunks;
+    row.finish(sum, eps, [&](int chunk, uint4 y) { stored[chunk] = y; });
 }
 
 // torch's own formula: the same bits as torch's.

@@ -9,7 +9,6 @@
 #undef __align__
 #define __shared__ static
 #define __align__(x) __attribute__((aligned(x)))
-inline thread_local Dim blockDim;
 
 #include KERNEL_FILE
 

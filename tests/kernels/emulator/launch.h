@@ -15,7 +15,7 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
     the_body = body;
     blocks.clear(), flying.clear();
     blocks.resize(grid_x * grid_y), cluster_arrivals.assign(grid_x * grid_y, 0);
-    gridDim = {grid_x, grid_y};
+    gridDim = {grid_x, grid_y}, blockDim = {threads, 1};
     std::vector<Fiber> fibers(grid_x * grid_y * threads);
     for (u32 b = 0; b < grid_x * grid_y; ++b) {
         Block& block = blocks[b];

@@ -33,17 +33,20 @@ struct float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Dim { u32 x, y; };
-inline thread_local Dim threadIdx, blockIdx, gridDim;
+inline thread_local Dim threadIdx, blockIdx, blockDim, gridDim;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline int __float2int_rn(float v) {  // saturates; NaN is 0
     if (v != v) return 0;
     return v >= 0x1p31f ? 0x7fffffff : v <= -0x1p31f ? -0x7fffffff - 1 : (int)lrintf(v);
 }
+inline int __float2int_ru(float v) { return __float2int_rn(ceilf(v)); }
 
 inline void demand(bool right, const char* what) {
     if (!right) { printf("%s\n", what); exit(1); }

@@ -100,6 +100,9 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
 BILLFISH_DEVICE void store_smem_2(u32 address, u32 v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(v)) : "memory");
 }
+BILLFISH_DEVICE void store_smem_4(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 BILLFISH_DEVICE void store_smem_8(u32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }

@@ -56,6 +56,18 @@ BILLFISH_DEVICE float min_over(float v) {
     return v;
 }
 
+// Of all 32 lanes, in one instruction: whole numbers alone.
+BILLFISH_DEVICE u32 max_over_warp(u32 v) {
+    u32 most;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(v));
+    return most;
+}
+BILLFISH_DEVICE u32 sum_over_warp(u32 v) {
+    u32 sum;
+    asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(v));
+    return sum;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit numbers, lane l holding two neighbours of row l / 4: sums of
 // one product become the B fragment of the next.
 BILLFISH_DEVICE u32 turn_matrix(u32 v) {

@@ -45,6 +45,7 @@ inline void store_smem_2(u32 to, u32 v) {
     const u16 lower = v;
     write(smem_at(to, 2), &lower, 2);
 }
+inline void store_smem_4(u32 to, u32 v) { write(smem_at(to, 4), &v, 4); }
 inline void store_smem_8(u32 to, float a, float b) {
     const float v[2] = {a, b};
     write(smem_at(to, 8), v, 8);

@@ -42,6 +42,14 @@ inline float min_over(float v) {
     for (int mask = kSpan / 2; mask >= kStep; mask /= 2) v = fminf(v, shuffle_xor(v, mask));
     return v;
 }
+inline u32 max_over_warp(u32 v) {
+    for (int mask = 16; mask; mask /= 2) v = max(v, shuffle_xor(v, mask));
+    return v;
+}
+inline u32 sum_over_warp(u32 v) {
+    for (int mask = 16; mask; mask /= 2) v += shuffle_xor(v, mask);
+    return v;
+}
 inline u32 turn_matrix(u32 v) {
     const int lane = current->thread % 32;
     u32 got = 0;
