@@ -17,10 +17,11 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, norm, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda import plan, stripe, tile
+from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
+from billfish.schemes.w4ax.cuda import stripe as ax_stripe
 from billfish.schemes.w2416.cuda import arrange as mixed_arrange
 from billfish.schemes.w2416.cuda import batch as mixed_batches
 from billfish.schemes.w2416.cuda import outliers
@@ -29,7 +30,7 @@ from billfish.schemes.w2416.cuda import tile as mixed_tile
 
 PACKAGE = Path(billfish.__file__).parent
 ENGINE = PACKAGE / "engine" / "cuda"
-W4A16, W2416 = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416"))
+W4A16, W2416, W4AX = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416", "w4ax"))
 H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
 CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
 DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
@@ -167,10 +168,23 @@ def read():
     yield "kReadBlock", timing.READ_BLOCK
 
 
-def stripes():
-    yield "kStripeThreads", stripe.THREADS
-    yield "kStageRecords", stripe.STAGE_RECORDS
-    yield "kMostSmem", stripe.MOST_SMEM
+def striped():
+    yield "kStripeThreads", stripes.THREADS
+    yield "kStageRecords", stripes.STAGE_RECORDS
+    yield "kMostSmem", stripes.MOST_SMEM
+
+
+def ax_stripes():
+    yield from striped()
+    for (tokens, bands), group in itertools.product(ax_stripe.BANDS.items(), (32, 64, 128)):
+        stage, record = f"AxStripeStage<{group}, {tokens}, {bands}>", 4096 + 64 * (128 // group)
+        yield f"{stage}::kBytes", ax_stripe.stage_bytes(tokens, record)
+        yield f"{stage}::kStages * {stage}::kBytes", ax_stripe.smem_bytes(tokens, record)
+
+
+def ax_quant():
+    yield "kMostQuantWarps * 32", ax_stripe.QUANT_THREADS
+    yield "kMostQuantWarps * 8", ax_stripe.QUANT_SMEM
 
 
 MIRRORED = {
@@ -181,7 +195,9 @@ MIRRORED = {
     W4A16 / "decode.cuh": decode,
     W4A16 / "batch.cuh": batches,
     W4A16 / "panel.cuh": panel,
-    W4A16 / "stripe.cuh": stripes,
+    W4A16 / "stripe.cuh": striped,
+    W4AX / "stripe.cuh": ax_stripes,
+    W4AX / "stripe_quant.cuh": ax_quant,
     W2416 / "decode.cuh": mixed,
     W2416 / "panel.cuh": mixed_panel,
     W2416 / "batch.cuh": mixed_batch,

@@ -7,7 +7,7 @@
 //
 //     8 bits   bytes in the order of w4ax_quant
 //     4 bits   of each 32 inputs, two words of such bytes in the nibbles of one: then two words of a
-//              record become two fragments (stripe.cuh); behind them {scale q, -8 times the sum}
+//              record become two fragments (stripe.cuh); behind them {scale q, -8 sums, sum}
 //
 // 4-bit blocks of 32 are stored as bytes, q times as large: their product has no tensor core.
 #pragma once
@@ -98,7 +98,7 @@ struct QuantEight {
     }
 };
 
-// The largest of kLanes neighbours, or the sum.
+// The largest number of kLanes neighbours, or the sum.
 template <int kLanes, bool kMost>
 BILLFISH_DEVICE u32 over_lanes(u32 v) {
 #pragma unroll
@@ -109,17 +109,29 @@ BILLFISH_DEVICE u32 over_lanes(u32 v) {
     return v;
 }
 
+// The same of the block's threads; `room`: a word for each warp, used once.
+template <bool kMost>
+BILLFISH_DEVICE u32 over_threads(u32 v, u32 room) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    v = kMost ? max_over_warp(v) : sum_over_warp(v);
+    if (lane == 0) store_smem_4(room + warp * 4, v);
+    __syncthreads();
+    v = lane < blockDim.x / 32 ? load_smem_4(room + lane * 4) : 0;
+    return kMost ? max_over_warp(v) : sum_over_warp(v);
+}
+
 // `lines` is (m, k tiles * 128 bytes), `tokens` gets {scale, 128 times the sum of the bytes}: the
-// weights that bytes are multiplied with are 128 too large. blockDim.x: whole warps; 4 bytes of
-// dynamic shared memory for each of two times kMostQuantWarps.
+// weights that bytes are multiplied with are 128 too large. blockDim.x: whole warps; dynamic
+// shared memory: two words for each of kMostQuantWarps.
 template <class T, int kBlock, bool kRotated>
 __global__ void __launch_bounds__(32 * kMostQuantWarps, 1)
 w4ax_stripe_quant(const u16* __restrict__ x, const int* __restrict__ order, unsigned char* lines,
                   uint2* tokens, int k, int k_tiles, int fours, float reach) {
     constexpr int kLanes = kBlock / 8;  // threads of a block of inputs
-    extern __shared__ __align__(16) u32 room[];
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int threads = blockDim.x, eighths = k_tiles * 16, rounds = (eighths + 31) / 32 * 32;
+    extern __shared__ __align__(16) unsigned char smem[];
+    const u32 room = smem_address(smem);
+    const int thread = threadIdx.x, lane = thread % 32, threads = blockDim.x;
+    const int eighths = k_tiles * 16, rounds = (eighths + 31) / 32 * 32;
     const u16* row = x + static_cast<u64>(blockIdx.x) * k;
     QuantEight mine;
     u32 most = 0, largest = 0;  // of this block of inputs
@@ -139,10 +151,7 @@ w4ax_stripe_quant(const u16* __restrict__ x, const int* __restrict__ order, unsi
         const float v = __uint_as_float(largest);
         most = max(most, four ? float_bits(__fmul_rn(v, kUp)) & 0x7fffffffu : largest);
     }
-    most = over_lanes<32, true>(most);
-    if (lane == 0) room[warp] = most;
-    __syncthreads();
-    most = over_lanes<32, true>(lane < threads / 32 ? room[lane] : 0);
+    most = over_threads<true>(most, room);
     const float a = __uint_as_float(most);
     const bool finite = a - a == 0.0f;
     const float inverse = finite && a > 0.0f ? kTop / a : 0.0f;
@@ -171,13 +180,10 @@ w4ax_stripe_quant(const u16* __restrict__ x, const int* __restrict__ order, unsi
         *reinterpret_cast<u32*>(to + i % kLanes * 4) =
             (word[0] & 0x0f0f0f0fu) | (word[1] << 4 & 0xf0f0f0f0u);
         if (i % kLanes == 0)
-            *reinterpret_cast<uint4*>(to + kBlock / 2) = {static_cast<u32>(q), 0u - 8 * of_block, 0,
-                                                          0};
+            *reinterpret_cast<uint4*>(to + kBlock / 2) = {static_cast<u32>(q), 0u - 8 * of_block,
+                                                          of_block, 0};
     }
-    total = over_lanes<32, false>(total);
-    if (lane == 0) room[kMostQuantWarps + warp] = total;
-    __syncthreads();
-    total = over_lanes<32, false>(lane < threads / 32 ? room[kMostQuantWarps + lane] : 0);
+    total = over_threads<false>(total, room + kMostQuantWarps * 4);
     if (thread == 0) tokens[blockIdx.x] = {float_bits(finite ? a / kTop : a - a), total * 128};
 }
 
