@@ -6,8 +6,9 @@ from torch.nn.functional import pad
 from billfish.formats import layout
 
 
-def layer(n, k, group_size, dtype, device="cpu", rows=300):
-    """Canonical tensors, x, bias. The first and the last row have the largest weights."""
+def layer(n, k, group_size, dtype, device="cpu", rows=300, asymmetric=False):
+    """Canonical tensors, x, bias. The first and the last row have the largest weights; asymmetric
+    ones have every zero, and the largest scale that it allows."""
     here = {"device": device}
     source = torch.Generator(device).manual_seed(n + k)
     groups = 1 if group_size == -1 else k // group_size
@@ -20,6 +21,13 @@ def layer(n, k, group_size, dtype, device="cpu", rows=300):
         "group_scale": layout.pack_stream(pad(scales - 1, (0, -groups % 8)), 4),
         "weight_scale": (torch.rand(n, 1, generator=source, **here) * 0.002 + 0.0001).to(dtype),
     }
+    if asymmetric:
+        zeros = torch.randint(0, 16, (n, groups), generator=source, **here)
+        zeros[0], zeros[-1] = 15, 0
+        scales = torch.minimum(scales, torch.where(zeros < 8, 127 // (15 - zeros), 16))
+        scales = torch.minimum(scales, 128 // zeros.clamp(min=1))
+        tensors["group_scale"] = layout.pack_stream(pad(scales - 1, (0, -groups % 8)), 4)
+        tensors["group_zero"] = layout.pack_stream(pad(zeros, (0, -groups % 8)), 4)
     x = torch.randn(rows, k, generator=source, **here)
     x[1::3, :: max(1, k // 5)] *= 30  # outliers
     return tensors, x.to(dtype), torch.randn(n, generator=source, **here).to(dtype)
@@ -37,20 +45,23 @@ def quantized(x):
 
 
 def integers(tensors):
-    """Codes (n, k) and group scales 1 to 16, int64."""
+    """Codes (n, k), group scales 1 to 16 and zeros, int64."""
     words = tensors["weight_packed"]
     n, k = words.shape[0], words.shape[1] * 8
     codes = layout.compressed_tensors(4).unpack(words, n, k).long()
     scales = layout.unpack_stream(tensors["group_scale"], 4).long() + 1
-    return codes, scales
+    words = tensors.get("group_zero")
+    zeros = torch.full_like(scales, 8) if words is None else layout.unpack_stream(words, 4).long()
+    return codes, scales, zeros
 
 
 def oracle(tensors, group_size, x, bias=None):
-    codes, scales = integers(tensors)
+    codes, scales, zeros = integers(tensors)
     size = codes.shape[1] if group_size == -1 else group_size
     groups = codes.shape[1] // size
-    weights = (codes - 8) * scales[:, :groups].repeat_interleave(size, 1)
-    assert weights.min() >= -128 and weights.max() <= 112
+    q, zeros = (each[:, :groups].repeat_interleave(size, 1) for each in (scales, zeros))
+    weights = (codes - zeros) * q
+    assert weights.min() >= -128 and weights.max() <= 127
     small, scale = quantized(x)
     sums = (small.double() @ weights.double().T).long()  # below 2^53: exact
     y = sums.float() * (scale * tensors["weight_scale"].float().T)

@@ -6,7 +6,6 @@ as before. Linears that cannot be joined are left unchanged; the function then r
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,33 @@ from torch import Tensor, nn
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import GatedOp, LinearOp, together
 
-Product = Callable[[Tensor], Tensor]  # (..., k) -> (..., sum of n)
+Product = Callable[[Any], Tensor]  # (..., k), or what ops prepare of it -> (..., sum of n)
+
+
+class Joined:
+    """The op of several linears, and their biases."""
+
+    def __init__(self, op: LinearOp, bias: Tensor | None) -> None:
+        self.op, self.bias, self.norm_input = op, bias, op.norm_input
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.op(x, self.bias)
+
+
+class SideBySide:
+    """One linear after the other."""
+
+    def __init__(self, linears: list[Any]) -> None:
+        self.linears = linears
+
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        op = shared_op(self.linears)
+        return op and op.norm_input(hidden, delta, weight, eps)
+
+    def __call__(self, x: Any) -> Tensor:
+        op = shared_op(self.linears) if isinstance(x, Tensor) else None
+        taken = x if op is None else op.prepare(x)
+        return torch.cat([linear(taken) for linear in self.linears], -1)
 
 
 def joined(module: nn.Module, *names: str) -> Product | None:
@@ -33,7 +58,7 @@ def joined(module: nn.Module, *names: str) -> Product | None:
                 setattr(whole, part, nn.Parameter(shared, requires_grad=False))
         return whole
     op = _packed(linears) if type(linears[0]) is QuantLinear else None
-    return op and partial(op, bias=_share(linears, "bias"))
+    return op and Joined(op, _share(linears, "bias"))
 
 
 def gated(module: nn.Module, *names: str) -> GatedOp | None:
@@ -52,23 +77,27 @@ def gated(module: nn.Module, *names: str) -> GatedOp | None:
 
 def side_by_side(module: nn.Module, *names: str) -> Product:
     """The concatenated outputs as in `joined`, computed by one linear after the other."""
-    linears = [getattr(module, name) for name in names]
-
-    def run(x: Tensor) -> Tensor:
-        taken = shared_input(linears, x)
-        return torch.cat([linear(taken) for linear in linears], -1)
-
-    return run
+    return SideBySide([getattr(module, name) for name in names])
 
 
-def shared_input(linears: list[Any], x: Tensor) -> Any:
-    """The input for all of these linears, prepared once if their ops take the same form of it: else
-    q, k and v would quantize the same activations three times."""
+def norm_input(
+    product: Product, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> Any:
+    """hidden += delta, in place, and its RMS norm as an input of the product; None if its op has no
+    launch for both, and then hidden is unchanged."""
+    ask = getattr(product, "norm_input", None)
+    return ask and ask(hidden, delta, weight, eps)
+
+
+def shared_op(linears: list[Any]) -> LinearOp | None:
+    """The op that prepares the input for all of these linears, if their ops take the same form of
+    it: else q, k and v would quantize the same activations three times."""
     if any(type(linear) is not QuantLinear for linear in linears):
-        return x
+        return None
     ops = _ops(linears)
     takes = {op.takes for op in ops}
-    return ops[0].prepare(x) if len(takes) == 1 and takes != {"x"} else x
+    op: LinearOp = ops[0]
+    return op if len(takes) == 1 and takes != {"x"} else None
 
 
 def _packed(linears: list[QuantLinear]) -> LinearOp | None:

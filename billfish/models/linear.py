@@ -64,6 +64,10 @@ class QuantLinear(nn.Module):
         for name in self.names:
             setattr(self, name, None)
 
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        """As a LinearOp's."""
+        return self.op and self.op.norm_input(hidden, delta, weight, eps)
+
     def forward(self, x: Any) -> Tensor:  # (..., k), or the result of op.prepare -> (..., n)
         if self.op is None:
             self.arrange()

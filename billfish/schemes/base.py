@@ -138,7 +138,7 @@ class LinearOp(Protocol):
     batch_invariant: ClassVar[bool]  # a row's result does not depend on the batch it is in
     # Its input: "x", the activations in their own dtype; or a name for the result of `prepare`,
     # which linears that share an input can share, too (models/joined.py).
-    takes: ClassVar[str]
+    takes: str
 
     @classmethod
     def refuses(cls, scheme: Any, n: int, k: int, device: torch.device) -> str | None:
@@ -158,6 +158,11 @@ class LinearOp(Protocol):
 
     def prepare(self, x: Tensor) -> Any:
         """Convert activations to its input; the result depends on `takes` and x alone."""
+
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        """hidden (m, k) += delta, in place, and its RMS norm, prepared, in one launch: the bits of
+        `prepare` after the engine's norm. None where it has no such kernel; then hidden is
+        unchanged."""
 
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
@@ -186,7 +191,10 @@ class GatedOp(Protocol):
     def parts(self) -> Sequence[LinearOp]:
         """The ops of the layers that it was made from."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        """As a LinearOp's."""
+
+    def __call__(self, x: Any) -> Tensor:
         """(..., k) -> (..., n / 2): silu(gate) * up; gate and up are first rounded to x's dtype."""
 
     def both(self, x: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class Op:
 
     by_name: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
-    takes: ClassVar[str] = "x"
+    takes: str = "x"
 
     @classmethod
     def programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
@@ -210,6 +218,10 @@ class Op:
 
     def prepare(self, x: Tensor) -> Any:
         return x
+
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        """Not supported."""
+        return None
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> Any:

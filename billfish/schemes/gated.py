@@ -36,7 +36,11 @@ class Whole(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor: ...
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Any: ...
+
+    def __call__(self, x: Any, bias: Tensor | None = None, gated: bool = False) -> Tensor: ...
 
     def rows(self, which: Tensor) -> dict[str, Tensor]:
         """Canonical tensors of some of its rows."""
@@ -55,7 +59,10 @@ class Gated:
         rows = torch.split(places, list(sizes))
         return cls(whole, [Part(whole, each) for each in rows])
 
-    def __call__(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n / 2): silu(gate) * up
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+        return self.whole.norm_input(hidden, delta, weight, eps)
+
+    def __call__(self, x: Any) -> Tensor:  # (..., k) -> (..., n / 2): silu(gate) * up
         return self.whole(x, gated=True)
 
     def both(self, x: Tensor) -> Tensor:  # (..., k) -> (..., n): gates, then ups

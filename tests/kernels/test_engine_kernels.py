@@ -1,10 +1,9 @@
 """small.cuh, draw.cuh and store.cuh on the emulated GPU, launched by Fused on the CPU's tensors.
 
-The kernels' own text is compiled into a library (emulator/engine.cpp); a stand-in for
+The kernels' own text is compiled into a library (emulated_launch.py); a stand-in for
 launch.Loaded calls it with the arguments that a GPU would get. Then the same text for real GPUs.
 """
 
-import ctypes
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from cpp_compiler import compile_cpp, needs_compiler
+from cpp_compiler import needs_compiler
+from emulated_launch import Emulated, library
 from test_compile import complaints
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -45,40 +45,6 @@ EVERY = list(
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_size = pytest.mark.parametrize("head_dim", (64, 128))
 every_kind = pytest.mark.parametrize("kind", POOLS)
-
-
-class Emulated:
-    """launch.Loaded, on the CPU."""
-
-    gpu = SimpleNamespace(sms=3)  # few, so that turned tokens share blocks
-
-    def __init__(self, library, name):
-        self.library, self.name = library, name
-
-    def launch(self, grid, block, args, smem=0, cluster=1, pdl=False):
-        assert pdl and smem == 0 and cluster == 1 and 0 < block <= 1024
-        x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        bits = [int(v.view(numpy.uint32)) if isinstance(v, numpy.float32) else v for v in args]
-        values = (ctypes.c_uint64 * len(bits))(*bits)
-        assert self.library.run(self.name.encode(), x, y, block, values, 1) == 0, self.name
-
-
-def library(folder, source, programs, text=None):
-    if text is not None:
-        source = folder / source.name
-        source.write_text(text)
-    (folder / "instances.h").write_text("".join(f"ENTRY({each.name})\n" for each in programs))
-    target = compile_cpp(
-        HERE / "engine.cpp",
-        folder / "engine.so",
-        "-shared",
-        "-fPIC",
-        f"-I{HERE}",
-        f"-I{PACKAGE / 'kernels' / 'include'}",
-        f'-DKERNEL_FILE="{source}"',
-        f'-DINSTANCES="{folder / "instances.h"}"',
-    )
-    return ctypes.CDLL(str(target))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""w4ax's kernels without a GPU: records, registers, and their own text on the emulated GPU
-(emulator/, test_emulated.py), whose products must be the oracle's bit for bit."""
+"""w4ax's products without a GPU: records, registers, and the kernels' own text on the emulated GPU
+(emulator/, test_emulated.py), whose products must be the oracle's bit for bit. The
+kernels before them: test_w4ax_rounding.py."""
 
 import itertools
 import re
@@ -29,7 +30,7 @@ INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
 CUDA = PACKAGE / "schemes" / "w4ax" / "cuda"
 FP16, BF16 = torch.float16, torch.bfloat16
 TYPES = {FP16: "Half", BF16: "Bfloat"}
-THREADS = {"quant": plan.QUANT_THREADS, "decode": tile.THREADS, "batch": tiles.THREADS}
+THREADS = {"decode": tile.THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 
@@ -40,8 +41,9 @@ SHAPES = [(64, 128, 128), (65, 576, 64), (130, 96, 32), (3, 72, -1), (70, 1024, 
 
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_records_return_the_canonical_tensors(n, k, group_size, dtype):
-    tensors, _, _ = layer(n, k, group_size, dtype)
+@pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
+def test_records_return_the_canonical_tensors(n, k, group_size, dtype, asymmetric):
+    tensors, _, _ = layer(n, k, group_size, dtype, asymmetric=asymmetric)
     packed = arrange.pack(group_size, tensors)
     shape = packed.shape
     assert packed.records.shape == (shape.bands, shape.k_tiles, shape.record_bytes // 4)
@@ -52,11 +54,12 @@ def test_records_return_the_canonical_tensors(n, k, group_size, dtype):
 
 
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES[:5], ids=str)
-def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
+@pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
+def test_a_lane_reads_fragments_of_bytes(n, k, group_size, asymmetric):
     """PTX: register r of lane l has, of 16 outputs x 32 inputs, row l / 4 + 8 (r % 2) and, in byte
     b, input 16 (r / 2) + 4 (l % 4) + b; x's bytes are in the order of w4ax_quant."""
-    tensors, _, _ = layer(n, k, group_size, FP16)
-    codes, scales = integers(tensors)
+    tensors, _, _ = layer(n, k, group_size, FP16, asymmetric=asymmetric)
+    codes, scales, zeros = integers(tensors)
     packed = arrange.pack(group_size, tensors)
     shape = packed.shape
     codes = pad(codes, (0, shape.k_tiles * 128 - k, 0, shape.bands * 64 - n))
@@ -66,7 +69,8 @@ def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
     for band, k_tile in itertools.product(range(shape.bands), range(shape.k_tiles)):
         record = packed.records[band, k_tile].view(torch.uint8)
         words = record[:4096].view(2, 4, 32, 4, 4)  # k64, n16, lane, step, byte
-        bytes_ = record[4096:].view(4, 8, 2, shape.record_groups)
+        bytes_ = record[4096:].view(-1, 4, 8, 2, shape.record_groups)
+        assert len(bytes_) == 1 + asymmetric
         for n16, lane, r in itertools.product(range(4), (0, 5, 18, 31), range(4)):
             row = n16 * 16 + lane // 4 + 8 * (r % 2)
             for k32 in range(4):
@@ -77,8 +81,11 @@ def test_a_lane_reads_fragments_of_bytes(n, k, group_size):
                 assert found == codes[band * 64 + row, inputs].tolist()
                 group = int(inputs[0]) // size
                 if band * 64 + row < n and group < shape.groups:
-                    q = bytes_[n16, lane // 4, r % 2, k32 * 32 // shape.record_group]
-                    assert int(q) == int(scales[band * 64 + row, group])
+                    place = (n16, lane // 4, r % 2, k32 * 32 // shape.record_group)
+                    q, zero = (int(each[band * 64 + row, group]) for each in (scales, zeros))
+                    assert [int(each[place]) for each in bytes_] == [q, 128 - zero * q][
+                        : len(bytes_)
+                    ]
 
 
 def test_records_refuse_what_they_cannot_hold():
@@ -102,15 +109,17 @@ def test_joined_layers_are_views():
 # -- registers
 
 
+@pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_kernels_keep_to_their_registers(dtype):
+def test_kernels_keep_to_their_registers(dtype, asymmetric):
     # the other type has the same text, and as many registers
-    wanted = (
-        [program for size in (32, 128) for program in programs(size, dtype, "sm_90a")[1:]]
-        if dtype == FP16
-        else list(programs(64, dtype, "sm_90a"))
-    )
-    assert len(set(wanted)) == (24 if dtype == FP16 else 13)
+    wanted = [
+        program
+        for size in ((32, 128) if dtype == FP16 else (64,))
+        for program in programs(size, dtype, "sm_90a", asymmetric, asymmetric)
+    ]
+    wanted = list(dict.fromkeys(wanted))
+    assert len(wanted) == (26 if dtype == FP16 else 14)
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
     for program, cubin in zip(wanted, made, strict=True):
@@ -119,6 +128,7 @@ def test_kernels_keep_to_their_registers(dtype):
         # two CTAs of 12 warps on an SM, or one where a tile has 128 tokens or more; of 10: decode
         alone = re.search(r"batch<.*, (128, 1|256, 1|\d+, 2)>", program.name)
         most = 168 if alone else 96 if "decode" in program.name else 80
+        most = 64 if "quant.cuh" in program.source.name else most  # 1024 threads
         assert 16 <= cubin.registers <= most, (program.name, cubin.registers)
     assert not programs(64, dtype, "sm_80") and not programs(64, torch.float32, "sm_90a")
 
@@ -171,16 +181,12 @@ def run(program, numbers, *inputs):
     return bytearray(ran.stdout)
 
 
-def quantize(compiled, x, seed, text=None):
-    """Bytes (m, row bytes) in the kernel's order, scales (m) and 128 * sums (m)."""
-    m, k = x.shape
-    program = compiled("quant", TYPES[x.dtype], text)
-    numbers = (seed, m, 0, k, 0, m, 0, plan.QUANT_SMEM, 0, 0)
-    found = run(program, numbers, None, x, None, None, None)
-    size = m * plan.row_bytes(k)
-    inputs = torch.frombuffer(found[:size], dtype=torch.int8).view(m, -1)
-    pairs = torch.frombuffer(found[size:], dtype=torch.int32).view(m, 2)
-    return inputs, pairs
+def rounded(x):
+    """Bytes (m, row bytes) in the kernels' order, and {scale, 128 * sum} of each token."""
+    small, scale = quantized(x)
+    inputs = ordered(pad(small, (0, -x.shape[1] % 16))).to(torch.int8)
+    sums = 128 * small.sum(-1, keepdim=True).to(torch.int32)
+    return inputs, torch.cat([scale.view(torch.int32), sums], -1)
 
 
 def product(
@@ -193,13 +199,12 @@ def product(
     cut=None,
     text=None,
     gated=False,
-    quant=None,
     sms=4,
 ):
     """By w4ax_batch with the tile configuration `cut`, or by w4ax_decode."""
     packed, (m, k) = arrange.pack(group_size, tensors), x.shape
     shape = packed.shape
-    inputs, pairs = quantize(compiled, x, seed) if quant is None else quant
+    inputs, pairs = rounded(x)
     pairs = torch.cat([pairs, torch.full((m % 2, 2), -2, dtype=torch.int32)])
     gpu, whole = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0), 0
     if cut is None:
@@ -209,7 +214,8 @@ def product(
         sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.INPUT_BYTES)
         how = tiles.launch(cut, *sizes)
         size, whole = (cut.tokens, cut.bands), how.whole
-    names = (TYPES[x.dtype], shape.record_group, *size)
+    asymmetric = str(shape.asymmetric).lower()
+    names = (TYPES[x.dtype], shape.record_group, asymmetric, *size)
     kernel = "batch" if cut else "decode"
     program = compiled(kernel, ",".join(map(str, names)), text)
     sizes = (m, shape.n, k, shape.k_tiles, how.blocks, how.stages, how.smem, whole)
@@ -218,33 +224,9 @@ def product(
     return torch.frombuffer(made, dtype=x.dtype).view(m, -1)
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("k", [8, 72, 576, 4096, 9216])
-def test_activations(k, dtype, compiled):
-    """Zeros, Inf, NaN, one huge outlier, numbers just between two bytes."""
-    source = torch.Generator().manual_seed(k)
-    x = torch.randn(9, k, generator=source).to(dtype)
-    x[1] = 0
-    x[2, k // 2], x[3, -1], x[4, 0] = torch.inf, torch.nan, -torch.inf
-    x[5] *= 1e-3
-    x[5, k - 1] = -6e4
-    x[6] = (torch.arange(k) % 254 - 127) / 2
-    x[6, 0] = 127 / 2 if k == 8 else x[6, 0]
-    x[7] = torch.finfo(dtype).tiny
-    wanted, scale = quantized(x)
-    right = ordered(pad(wanted, (0, -k % 16)))
-    for seed in (1, 2):
-        inputs, pairs = quantize(compiled, x, seed)
-        assert torch.equal(inputs.long(), right)
-        assert torch.equal(pairs[:, 1].long(), 128 * wanted.sum(-1))
-        found = pairs[:, 0].contiguous().view(torch.float32)
-        assert torch.equal(found.nan_to_num(-1), scale[:, 0].nan_to_num(-1))
-        assert found.isnan().tolist() == [False, False, True, True, True, *[False] * 4]
-
-
-# n, k, group size, dtype, SMs, tokens. 4 SMs are 2 clusters, or 4 where there is much: 65 to 130
-# outputs are passes of one band, 250 of two, 600 and 1100 of up to four, and several passes.
+# n, k, group size, dtype, SMs, tokens; also asymmetric where k is below 1000. 4 SMs are 2 clusters,
+# or 4 where there is much: 65 to 130 outputs are passes of one band, 250 of two, 600 and 1100 of up
+# to four, and several passes.
 FEW = [
     (65, 104, -1, BF16, 4, (1, 16)),
     (130, 256, 128, FP16, 4, (2, 11)),
@@ -260,8 +242,8 @@ FEW = [
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case[0]}x{case[1]}")
 def test_products_of_few_tokens(case, compiled):
     n, k, group_size, dtype, sms, tokens = case
-    tensors, x, bias = layer(n, k, group_size, dtype)
-    for m in tokens:
+    for m, asymmetric in itertools.product(tokens, (False, True)[: 1 + (k < 1000)]):
+        tensors, x, bias = layer(n, k, group_size, dtype, asymmetric=asymmetric)
         for seed, add in ((1, bias), (2, None)):
             y = product(compiled, tensors, group_size, x[:m], add, seed, sms=sms)
             assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
@@ -272,6 +254,7 @@ def test_products_of_few_tokens(case, compiled):
 BATCHES = [
     (128, 256, 128, FP16, Cut(32, 1, 0), (1, 17, 32)),
     (65, 72, -1, BF16, Cut(32, 1, 0), (3,)),
+    (130, 640, 32, FP16, Cut(64, 2, 1), (37,)),
     (301, 1152, 32, FP16, Cut(32, 1, 2), (16, 17)),
     (130, 1536, 64, BF16, Cut(64, 1, 2), (61,)),
     (520, 1408, 128, FP16, Cut(32, 1, 1), (40,)),
@@ -290,8 +273,8 @@ BATCHES = [
 def test_products(case, compiled):
     """Bit for bit, in any order of events, with and without bias."""
     n, k, group_size, dtype, cut, tokens = case
-    tensors, x, bias = layer(n, k, group_size, dtype)
-    for m in tokens:
+    for m, asymmetric in itertools.product(tokens, (False, True)[: 1 + (k < 1000)]):
+        tensors, x, bias = layer(n, k, group_size, dtype, asymmetric=asymmetric)
         for seed, add in ((1, bias), (2, None)):
             y = product(compiled, tensors, group_size, x[:m], add, seed, cut)
             assert torch.equal(y, oracle(tensors, group_size, x[:m], add)), (m, seed)
@@ -338,7 +321,7 @@ MISTAKES = [
     ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
     ("batch: bytes", r"word >> 4 & 0x0f0f0f0fu", "word & 0x0f0f0f0fu"),
     ("batch: bytes", r"0x80808080u - ", "0x78787878u - "),
-    ("decode: bytes", r"lower \* kGroups \+ group", "lower * kGroups"),  # another group's scale
+    ("decode: bytes", r"lower \* kGroups \+ group;", "lower * kGroups;"),  # another group's scale
     ("decode: bytes", r"\(n16 \* 8 \+ lane / 4\) \* 2", "(n16 * 8 + lane / 4)"),
     ("decode: bytes", r"sum - excess", "sum"),
     ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
@@ -349,10 +332,8 @@ MISTAKES = [
     ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
     ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
-    ("quant", r"v\[i % 2 \* 4 \+ i / 4\]", "v[i / 8 * 4 + i / 2 % 4]"),  # x's own order
-    ("quant", r"__float2int_rn\((.*?) \* inverse\)", r"(int)(\1 * inverse)"),
-    ("quant", r"static_cast<int>\(sum\)\) \* 128", "static_cast<int>(sum))"),
-    ("quant", r"__syncthreads\(\);", ""),
+    ("decode: bytes: asym", r"byte % 4 \* 0x1111", "byte % 4"),
+    ("batch: bytes: asym", r"more\.load\(record, n16, lane\)", "more.load(record, 0, lane)"),
 ]
 
 
@@ -360,24 +341,20 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
 def test_the_emulator_sees_mistakes(mistake, compiled):
     where, pattern, replacement = mistake
-    kernel, _, header = where.partition(": ")
+    kernel, header, asymmetric = (*where.split(": "), "", "")[:3]
     path = (INCLUDE if header else CUDA) / f"{header or kernel}.cuh"
     broken, count = re.subn(pattern, replacement, path.read_text())
     assert count, "the text has changed: mend the pattern"
     broken = (path.name, broken)
-    tensors, x, _ = layer(200, 8192, 64, FP16)  # the ring goes round; tiles are split
+    # the ring goes round; tiles are split
+    tensors, x, _ = layer(200, 8192, 64, FP16, asymmetric=bool(asymmetric))
     m, cut = (3, None) if kernel == "decode" else (20, Cut(32, 1, 2))
-    right, wanted = quantize(compiled, x[:m], 1), oracle(tensors, 64, x[:m])
+    wanted = oracle(tensors, 64, x[:m])
     for seed in range(6):
         try:
-            if kernel == "quant":
-                made = quantize(compiled, x[:m], seed, broken)
-                if not all(map(torch.equal, made, right)):
-                    return
-            else:
-                given = (tensors, 64, x[:m], None, seed, cut, broken)
-                if not torch.equal(product(compiled, *given, quant=right), wanted):
-                    return
+            given = (tensors, 64, x[:m], None, seed, cut, broken)
+            if not torch.equal(product(compiled, *given), wanted):
+                return
         except AssertionError:
             return  # the emulator stopped it
     pytest.fail("nothing seen")

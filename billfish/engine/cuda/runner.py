@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder, Shape
+from billfish.models.joined import Product, norm_input
 
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, out
 
@@ -149,9 +151,8 @@ class GpuRunner:
         q = hidden.new_empty(count, shape.heads, shape.head_dim)
         mixed = torch.empty_like(q)
         for index, layer in enumerate(decoder.layers):
-            attention, norm = layer.self_attn, layer.input_layernorm
-            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
-            qkv = decoder.qkv(index)(x)
+            attention, product = layer.self_attn, decoder.qkv(index)
+            qkv = product(self._normed(product, layer.input_layernorm, hidden, delta, x))
             q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
             if q_norm is None or k_norm is None:
                 fused.store(index, qkv, positions, slots, q)
@@ -168,18 +169,27 @@ class GpuRunner:
                 )
             attend(index, q, mixed)
             delta = attention.o_proj(mixed.flatten(1))
-            norm = layer.post_attention_layernorm
-            fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
             gated = decoder.gated(index)
-            if gated is not None:
-                y = gated(x)
-            else:
-                both = decoder.gate_up(index)(x)
+            product = decoder.gate_up(index) if gated is None else gated
+            y = product(self._normed(product, layer.post_attention_layernorm, hidden, delta, x))
+            if gated is None:
+                both = y
                 y = both.new_empty(count, both.shape[1] // 2)
                 fused.swiglu(both, y)
             delta = layer.mlp.down_proj(y)
         norm = decoder.norm
         fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+        return x
+
+    def _normed(
+        self, product: Product, norm: Any, hidden: Tensor, delta: Tensor | None, x: Tensor
+    ) -> Any:
+        """hidden += delta; its norm as the product's input, in one launch if its op has one."""
+        weight, eps = norm.weight, norm.variance_epsilon
+        found = norm_input(product, hidden, delta, weight, eps)
+        if found is not None:
+            return found
+        self.fused.norm(hidden, delta, weight, eps, x)
         return x
 
     def _capture(self, sizes: list[int]) -> None:

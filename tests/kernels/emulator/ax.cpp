@@ -1,6 +1,5 @@
-// w4ax_quant, w4ax_decode or w4ax_batch (QUANT, DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid
-// stages smem whole gated < records x tokens bases bias > out, or bytes and tokens. KERNEL, THREADS, TOKENS and
-// BANDS: the compiler's command line.
+// w4ax_decode or w4ax_batch (DECODE, BATCH) on the emulated GPU: SEED m n k k_tiles grid stages smem whole
+// gated < records x tokens bases bias > out. KERNEL, THREADS, TOKENS and BANDS: the compiler's command line.
 #define __fdividef(a, b) ((a) / (b))
 #include KERNEL_FILE
 
@@ -19,18 +18,6 @@ int main(int, char** arguments) {
         source_end[i] = source_begin[i] + inputs[i]->size() - 16;
     }
     const int width = (k + 15) / 16 * 16;
-#ifdef QUANT
-    std::vector<unsigned char> bytes(m * width + 64, 0xfe);
-    std::vector<u32> pairs(2 * m + 16, 0xfffefffe);
-    launch(grid, 1, THREADS, smem_bytes, [&] {
-        using namespace billfish;
-        KERNEL((const u16*)x.data(), (uint4*)bytes.data(), (uint2*)pairs.data(), k);
-    });
-    for (int i = 0; i < 64; ++i) demand(bytes[m * width + i] == 0xfe, "a store behind the result");
-    for (int i = 0; i < 16; ++i) demand(pairs[2 * m + i] == 0xfffefffe, "a store behind the result");
-    fwrite(bytes.data(), 1, m * width, stdout);
-    fwrite(pairs.data(), 8, m, stdout);
-#else
     const int results = m * (gated ? n / 2 : n), wide = 128 * BANDS;
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(results + 64, 0xfffe);
@@ -50,5 +37,4 @@ int main(int, char** arguments) {
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");
     for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
     fwrite(out.data(), 2, results, stdout);
-#endif
 }

@@ -1,14 +1,16 @@
 // The engine's small kernels as a library: `run` does what Loaded.launch does, on the CPU's own memory.
 // INSTANCES names a file with one ENTRY(kernel<...>) a line. Blocks run one after the other, so that
-// shared memory may be a static array.
+// shared memory may be a static array; kernels that have it at launch are compiled with DYNAMIC_SMEM.
 #include "machine.h"
 
 #include <tuple>
 
+#ifndef DYNAMIC_SMEM
 #undef __shared__
 #undef __align__
 #define __shared__ static
 #define __align__(x) __attribute__((aligned(x)))
+#endif
 
 #include KERNEL_FILE
 
@@ -21,8 +23,9 @@ static void begin_fiber() {
     yield();
 }
 
-static bool run_block(std::vector<Fiber>& fibers, u32 x, u32 y) {
+static bool run_block(std::vector<Fiber>& fibers, u32 smem_bytes, u32 x, u32 y) {
     Block block;
+    block.smem.assign(smem_bytes, 0xff);
     block.threads = fibers.size();
     block.warps.resize(block.threads / 32);
     for (u32 t = 0; t < block.threads; ++t) {
@@ -68,7 +71,8 @@ static const Entry entries[] = {
 #include INSTANCES
 };
 
-extern "C" int run(const char* name, u32 grid_x, u32 grid_y, u32 threads, const u64* from, u32 seed) {
+extern "C" int run(const char* name, u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes,
+                   const u64* from, u32 seed) {
     for (const Entry& entry : entries) {
         if (strcmp(entry.name, name)) continue;
         lot.seed(seed), gridDim = {grid_x, grid_y};
@@ -76,7 +80,7 @@ extern "C" int run(const char* name, u32 grid_x, u32 grid_y, u32 threads, const 
         the_body = [&] { entry.run(from); };
         bool ended = true;
         for (u32 i = 0; i < grid_x * grid_y && ended; ++i)
-            ended = run_block(fibers, i % grid_x, i / grid_x);
+            ended = run_block(fibers, smem_bytes, i % grid_x, i / grid_x);
         return ended ? 0 : 2;
     }
     return 1;

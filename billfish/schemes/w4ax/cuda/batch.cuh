@@ -12,9 +12,9 @@
 namespace billfish {
 
 // One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
-template <int kGroup, int kTokens, int kBands>
+template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct AxStage {
-    static constexpr int kRecordBytes = AxRecord<kGroup>::kBytes;
+    static constexpr int kRecordBytes = AxRecord<kGroup, kAsymmetric>::kBytes;
     static constexpr int kRecords = kTokens * kXLine;  // byte offset
     static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
 };
@@ -82,7 +82,7 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
 // `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
 // kTokens tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n): m_tiles x
 // n_tiles tiles, of which the first `whole` are not split. `early` and `gated`: as w4a16_batch.
-template <class T, int kGroup, int kTokens, int kBands>
+template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
            const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
@@ -90,7 +90,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
            int n, int m_tiles, int n_tiles, int k_tiles, int whole, int stages, bool early,
            bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    using Stage = AxStage<kGroup, kTokens, kBands>;
+    using Stage = AxStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kRows = kTeams * kBands * kRecordN;
     static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
@@ -132,7 +132,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
             for (int i = 0; i < walk.count; ++i) {
                 const u32 stage = places.ring() + slot.index * Stage::kBytes;
                 const u64 x_at = x_descriptor(stage);
-                AxScales<kGroup> scales[kBands];
+                AxScales<kGroup, kAsymmetric> scales[kBands];
                 AxGrain grain[kBands];
                 barrier_wait(places.full(slot.index), slot.parity);
 #pragma unroll
@@ -147,8 +147,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
 #pragma unroll
                     for (int step = 0; step < 4; ++step) {
                         const int k = k64 * 64 + step * 16, group = k / kGroup;
-                        if (k % kGroup == 0)
-                            grain[band].set(scales[band].of(group, 0), scales[band].of(group, 1));
+                        if (k % kGroup == 0) grain[band].set(scales[band], group);
                         u32(&half)[4] = a[unit % 2][step / 2];
                         grain[band].decode(words[step], half[step % 2 * 2],
                                            half[step % 2 * 2 + 1]);

@@ -20,10 +20,10 @@ constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
 // One stage of the ring: x of its slices of 128 inputs, then four records, of one, two or four
 // bands. x first: the swizzle needs an alignment of 1024 bytes.
-template <int kGroup, int kTokens, int kBands>
+template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
     static constexpr int kSlices = 4 / kBands;
-    static constexpr int kRecordBytes = AxRecord<kGroup>::kBytes;
+    static constexpr int kRecordBytes = AxRecord<kGroup, kAsymmetric>::kBytes;
     static constexpr int kXBytes = kTokens * kXLine;     // of a slice
     static constexpr int kRecords = kSlices * kXBytes;  // byte offset
     static constexpr int kBytes = (kRecords + 4 * kRecordBytes + 1023) / 1024 * 1024;
@@ -35,10 +35,10 @@ constexpr int kBarrierBytes = 1024;
 #if __CUDA_ARCH__ >= 900
 
 // acc (32 outputs x kTokens) += weights (32 outputs, the `half` of a record, x 128 inputs) * x^T.
-template <int kGroup, int kTokens>
+template <int kGroup, bool kAsymmetric, int kTokens>
 BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
                                     u32 (&acc)[2][kTokens / 8][4]) {
-    AxScales<kGroup> scales[2];
+    AxScales<kGroup, kAsymmetric> scales[2];
     AxGrain grain[2];
 #pragma unroll
     for (int brick = 0; brick < 2; ++brick) scales[brick].load(record, half * 2 + brick, lane);
@@ -58,8 +58,7 @@ BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const int k = k64 * 64 + step * 16, group = k / kGroup;
-                if (k % kGroup == 0)
-                    grain[brick].set(scales[brick].of(group, 0), scales[brick].of(group, 1));
+                if (k % kGroup == 0) grain[brick].set(scales[brick], group);
                 u32(&fragment)[4] = a[step / 2];
                 grain[brick].decode(words[step], fragment[step % 2 * 2],
                                     fragment[step % 2 * 2 + 1]);
@@ -80,13 +79,13 @@ BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
 // `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
 // kTokens tokens, `tokens` as w4ax_quant writes it, `bases` is (n), `out` is (m, n). `gated`: of
 // every 16 rows the first 8 are gates and the others their ups, and `out` is (m, n / 2).
-template <class T, int kGroup, int kTokens, int kBands>
+template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
 w4ax_decode(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
             u16* __restrict__ out, int m, int n, int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
-    using Stage = DecodeStage<kGroup, kTokens, kBands>;
+    using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
 
@@ -167,7 +166,7 @@ w4ax_decode(const unsigned char* __restrict__ records, const __grid_constant__ T
             const u32 stage = ring + slot.index * Stage::kBytes;
             barrier_wait(full + 8 * slot.index, slot.parity);
             if (slice < works)
-                multiply_bytes<kGroup, kTokens>(
+                multiply_bytes<kGroup, kAsymmetric, kTokens>(
                     stage + Stage::kRecords +
                         (me.band * kSlices + me.sub) * Stage::kRecordBytes,
                     stage + me.sub * Stage::kXBytes, me.within % 2, lane, acc);

@@ -1,6 +1,7 @@
 """w4ax's op on an NVIDIA GPU: weights in records, Billfish's kernels, PyTorch's current stream.
 
-plan.py launches. Kernels are compiled when a layer is loaded, never during a CUDA graph capture.
+rounding.py and plan.py launch. Kernels are compiled when a layer is loaded, never during a CUDA
+graph capture.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from billfish.kernels.jit import Program
 from billfish.schemes.base import Op, Tensors, watched
 from billfish.schemes.gated import Gated, order
 from billfish.schemes.w4ax.cuda import arrange
+from billfish.schemes.w4ax.cuda.inputs import MOST_ORDERED, TAKES, TENSORS, Rounded
 from billfish.schemes.w4ax.cuda.instances import programs
-from billfish.schemes.w4ax.cuda.plan import RUN, linear, operator, plan
-
-UNKNOWN = 'its kernels run symmetric a8 layers alone; op="reference" runs any, slowly.'
+from billfish.schemes.w4ax.cuda.plan import RUN, multiply, operator, plan
+from billfish.schemes.w4ax.cuda.rounding import normalized, rounded, rounding
 
 
 class Grouped(Protocol):
@@ -33,6 +34,8 @@ class Grouped(Protocol):
     def symmetric(self) -> bool: ...
     @property
     def mixed(self) -> bool: ...
+    @property
+    def rotation(self) -> bool: ...
 
 
 class CudaOp(Op):
@@ -59,29 +62,54 @@ class CudaOp(Op):
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return UNKNOWN if scheme.mixed or not scheme.symmetric else None
+        if scheme.mixed and k > MOST_ORDERED:
+            return f"its kernels order up to {MOST_ORDERED} inputs, the layer has {k}."
+        return None
 
     @classmethod
     def programs(cls, scheme: Grouped, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
-        return programs(scheme.group_size, dtype, arch)
+        return programs(scheme.group_size, dtype, arch, scheme.mixed, not scheme.symmetric)
 
     def __init__(self, scheme: Grouped, tensors: Tensors) -> None:
-        if scheme.mixed or not scheme.symmetric:
-            raise UserError(UNKNOWN)
         self.scheme = scheme
-        self.packed = arrange.pack(scheme.group_size, tensors)
+        self.packed = arrange.pack(scheme.group_size, tensors, scheme.rotation)
+        inputs = self.packed.inputs
+        self.takes = TAKES if inputs is None else inputs.takes()
         self._prepare()
 
     def _prepare(self) -> None:
         # With PDL a kernel fetches weights before earlier kernels end, so packing must be complete.
         torch.cuda.current_stream(self.device).synchronize()
-        plan(index_of(self.device), self.packed.shape, self.packed.dtype)
+        index, packed = index_of(self.device), self.packed
+        plan(index, packed.shape, packed.dtype)
+        rounding(index, packed.dtype, packed.shape.k, packed.inputs is not None)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-        call, packed, shape = operator if watched(x) else linear, self.packed, self.packed.shape
-        sizes = (shape.k, shape.groups, shape.record_group)
-        y: Tensor = call(x, packed.records, packed.bases, bias, *sizes, gated)
-        return y
+    def prepare(self, x: Tensor) -> Tensor | Rounded:
+        if watched(x):  # the operator rounds it
+            return x
+        packed = self.packed
+        return rounded(x, packed.shape.k, packed.inputs, self.device)
+
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Rounded | None:
+        if watched(hidden) or hidden.shape[-1] != self.packed.shape.k:
+            return None
+        return normalized(hidden, delta, weight, eps, self.packed.inputs)
+
+    def __call__(
+        self, x: Tensor | Rounded, bias: Tensor | None = None, gated: bool = False
+    ) -> Tensor:
+        packed, shape = self.packed, self.packed.shape
+        if isinstance(x, Tensor):
+            if watched(x):
+                sizes = (shape.k, shape.groups, shape.record_group, shape.asymmetric)
+                inputs = packed.inputs or (None, None, False)
+                tensors = (packed.records, packed.bases, bias)
+                y: Tensor = operator(x, *tensors, *sizes, *inputs, gated)
+                return y
+            x = rounded(x, shape.k, packed.inputs, self.device)
+        return multiply(x, packed.records, packed.bases, bias, shape, gated)
 
     @property
     def n(self) -> int:
@@ -95,10 +123,15 @@ class CudaOp(Op):
         return arrange.unpack(self.packed)
 
     def rows(self, which: Tensor) -> dict[str, Tensor]:
-        return {name: tensor[which] for name, tensor in self.canonical().items()}
+        return {
+            name: tensor if name in TENSORS else tensor[which]
+            for name, tensor in self.canonical().items()
+        }
 
     def nbytes(self) -> int:
-        return self.packed.records.nbytes + self.packed.bases.nbytes
+        packed = self.packed
+        more = 0 if packed.inputs is None else packed.inputs.nbytes()
+        return packed.records.nbytes + packed.bases.nbytes + more
 
     @classmethod
     def join(cls, ops: Sequence[Self]) -> Self | None:
@@ -119,10 +152,17 @@ class CudaOp(Op):
             return None
         tensors = [op.canonical() for op in ops]
         rows = order(sum(sizes), RUN).to(ops[0].device)
-        both = {name: torch.cat([each[name] for each in tensors])[rows] for name in tensors[0]}
+        both = {
+            name: tensor if name in TENSORS else torch.cat([each[name] for each in tensors])[rows]
+            for name, tensor in tensors[0].items()
+        }
         return Gated.of(cls(ops[0].scheme, both), sizes)
 
 
 def _alike(ops: Sequence[CudaOp]) -> bool:
-    kinds = {(op.scheme, op.device, op.packed.dtype, replace(op.packed.shape, n=0)) for op in ops}
+    """`takes` says whether they store and round inputs alike."""
+    kinds = {
+        (op.scheme, op.takes, op.device, op.packed.dtype, replace(op.packed.shape, n=0))
+        for op in ops
+    }
     return len(kinds) == 1

@@ -1,5 +1,5 @@
-"""Launches of one w4ax layer on one GPU: w4ax_quant, then the product, up to 16 tokens w4ax_decode,
-w4ax_batch beyond. Both launches are one torch operator, for torch.compile and CUDA graphs.
+"""Products of one w4ax layer on one GPU: up to 16 tokens w4ax_decode, w4ax_batch beyond. x is
+rounded before (rounding.py); both are one torch operator for torch.compile and dispatch modes.
 
 Sums are integers, so that neither m nor the tile configuration changes a bit of the result.
 """
@@ -10,23 +10,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from billfish.errors import UserError
 from billfish.kernels import tensor_map, tiles, workspace
 from billfish.kernels.clusters import CLUSTER, MOST_TOKENS
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
 from billfish.schemes.w4ax.cuda import tile
 from billfish.schemes.w4ax.cuda.arrange import Shape
-from billfish.schemes.w4ax.cuda.instances import (
-    INSTANCES,
-    TYPES,
-    batch_kernel,
-    decode_kernel,
-    quant_kernel,
-)
+from billfish.schemes.w4ax.cuda.inputs import Inputs, Rounded, row_bytes
+from billfish.schemes.w4ax.cuda.instances import INSTANCES, batch_kernel, decode_kernel
+from billfish.schemes.w4ax.cuda.rounding import rounded
 
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
-QUANT_THREADS, QUANT_SMEM = 256, 128  # quant.cuh
 INPUT_BYTES = 1
 # Timings of 4096 x 28672 with 64, 256 and 1024 tokens on an H200; what the model chooses agrees
 # within 10 %. One CTA of few tokens waits for its own instructions, so two on an SM take little
@@ -44,40 +38,33 @@ COSTS = tiles.Costs(
 )
 assert set(COSTS.stage_us) == set(INSTANCES)
 
-Path = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
+Product = Callable[[Rounded, Tensor, Tensor, Tensor | None, Tensor], None]
 """x, records, bases, bias, out"""
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], None]
-"""quantized x and its tokens, records, bases, bias, out"""
-
-
-def row_bytes(k: int) -> int:
-    """Of a token's quantized inputs: TMA copies rows of whole 16 bytes."""
-    return -(-k // 16) * 16
 
 
 class Plan:
-    """Everything about one layer's launches on one device that is the same in every call."""
+    """Everything about one layer's products on one device that is the same in every call."""
 
     def __init__(self, index: int, shape: Shape, dtype: torch.dtype) -> None:
-        self.shape, self.gpu, group = shape, gpu(index), shape.record_group
-        self.quant = quant_kernel(dtype).load(index)
+        self.shape, self.gpu = shape, gpu(index)
+        kind = (dtype, shape.record_group, shape.asymmetric)
         self.few = dict[int, Loaded]()
         for m in (8, MOST_TOKENS):
             bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
-            self.few[m] = decode_kernel(dtype, group, m, bands).load(index)
+            self.few[m] = decode_kernel(*kind, m, bands).load(index)
         self.batches = {
-            instance: batch_kernel(dtype, group, *instance).load(index) for instance in INSTANCES
+            instance: batch_kernel(*kind, *instance).load(index) for instance in INSTANCES
         }
-        self.paths: dict[tuple[int, bool], Path] = {}
+        self.products: dict[tuple[int, bool], Product] = {}
 
-    def path(self, m: int, gated: bool) -> Path:
+    def product(self, m: int, gated: bool) -> Product:
         """The function that runs m tokens, cached for each m; `gated`: it stores silu(gate) *
         up."""
-        found = self.paths.get((m, gated))
+        found = self.products.get((m, gated))
         if found is None:
             few = m <= MOST_TOKENS
-            product = self.decode(m, gated) if few else self.batch(m, gated, self.pick(m))
-            found = self.paths[m, gated] = self.after_quant(m, product)
+            found = self.decode(m, gated) if few else self.batch(m, gated, self.pick(m))
+            self.products[m, gated] = found
         return found
 
     def pick(self, m: int) -> tiles.Launch:
@@ -87,45 +74,17 @@ class Plan:
         assert found is not None, "one always fits in a Hopper SM"
         return found
 
-    def quantize(self, x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        """Bytes (m, row bytes) in the order of the records; {scale, 128 * sum} of each token, with
-        room for an even number of them, since they are read in pairs."""
-        k = self.shape.k
-        inputs = torch.empty(m, row_bytes(k), dtype=torch.int8, device=x.device)
-        tokens = torch.empty(m + m % 2, 2, dtype=torch.int32, device=x.device)
-        arguments = (x.data_ptr(), inputs.data_ptr(), tokens.data_ptr(), k)
-        self.quant.launch(m, QUANT_THREADS, arguments, QUANT_SMEM, pdl=True)
-        return inputs, tokens
-
-    def after_quant(self, m: int, product: Product) -> Path:
-        def run(
-            x: Tensor, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
-        ) -> None:
-            if not x.is_contiguous():
-                x = x.contiguous()
-            if x.data_ptr() % 16:
-                x = x.clone()
-            inputs, tokens = self.quantize(x, m)
-            product(inputs, tokens, records, bases, bias, out)
-
-        return run
-
     def decode(self, m: int, gated: bool) -> Product:
         shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.record_bytes, self.gpu)
         kernel, columns = self.few[how.tokens], row_bytes(shape.k) // 2
 
         def run(
-            inputs: Tensor,
-            tokens: Tensor,
-            records: Tensor,
-            bases: Tensor,
-            bias: Tensor | None,
-            out: Tensor,
+            x: Rounded, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
             arguments = (
                 records.data_ptr(),
-                tensor_map.of_rows(inputs.data_ptr(), m, columns, how.tokens),
-                tokens.data_ptr(),
+                tensor_map.of_rows(x.bytes.data_ptr(), m, columns, how.tokens),
+                x.tokens.data_ptr(),
                 bases.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
@@ -145,12 +104,7 @@ class Plan:
         sizes = (m, shape.n, how.m_tiles, how.n_tiles, shape.k_tiles, how.whole, how.stages)
 
         def run(
-            inputs: Tensor,
-            tokens: Tensor,
-            records: Tensor,
-            bases: Tensor,
-            bias: Tensor | None,
-            out: Tensor,
+            x: Rounded, records: Tensor, bases: Tensor, bias: Tensor | None, out: Tensor
         ) -> None:
             sums = locks = 0
             if how.sums:
@@ -158,8 +112,8 @@ class Plan:
                 sums, locks = left[0].data_ptr(), left[1].data_ptr()
             arguments = (
                 records.data_ptr(),
-                tensor_map.of_rows(inputs.data_ptr(), m, columns, cut.tokens),
-                tokens.data_ptr(),
+                tensor_map.of_rows(x.bytes.data_ptr(), m, columns, cut.tokens),
+                x.tokens.data_ptr(),
                 bases.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
@@ -179,6 +133,31 @@ def plan(index: int, shape: Shape, dtype: torch.dtype) -> Plan:
     return Plan(index, shape, dtype)
 
 
+def multiply(
+    x: Rounded,
+    records: Tensor,
+    bases: Tensor,
+    bias: Tensor | None,
+    shape: Shape,
+    gated: bool = False,
+) -> Tensor:
+    """(..., n) in x's dtype. `gated`: (..., n / 2), silu(gate) * up of rows interleaved by RUN,
+    without bias."""
+    m = len(x.bytes)
+    if x.bytes.shape[1] != row_bytes(shape.k):
+        raise ValueError(f"activations have {x.bytes.shape[1]} columns, the layer takes {shape.k}")
+    if x.bytes.device != records.device:
+        raise ValueError(f"activations are on {x.bytes.device}, the layer on {records.device}")
+    n = shape.n // 2 if gated else shape.n
+    out = torch.empty((*x.lead, n), dtype=x.dtype, device=records.device)
+    if m:
+        if bias is not None:
+            bias = bias.to(records.device, x.dtype).contiguous()
+        found = plan(records.get_device(), shape, x.dtype)
+        found.product(m, gated)(x, records, bases, bias, out)
+    return out
+
+
 def linear(
     x: Tensor,
     records: Tensor,
@@ -187,32 +166,24 @@ def linear(
     k: int,
     groups: int,
     record_group: int,
+    asymmetric: bool,
+    order: Tensor | None,
+    bits: Tensor | None,
+    rotated: bool,
     gated: bool = False,
 ) -> Tensor:
-    """x (..., k) -> (..., n) in x's dtype. `gated`: (..., n / 2), silu(gate) * up of rows
-    interleaved by RUN, without bias."""
-    if x.dtype not in TYPES:
-        raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
-    if x.shape[-1] != k:
-        raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {k}")
-    if x.device != records.device:
-        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
-    n = len(bases)
-    out = x.new_empty((*x.shape[:-1], n // 2 if gated else n))
-    m = x.numel() // k
-    if m:
-        if bias is not None:
-            bias = bias.to(x.device, x.dtype).contiguous()
-        found = plan(x.get_device(), Shape(n, k, groups, record_group), x.dtype)
-        found.path(m, gated)(x, records, bases, bias, out)
-    return out
+    """x (..., k) rounded, then multiplied. `order`, `bits`, `rotated`: of Inputs; no bits: a8."""
+    inputs = None if bits is None else Inputs(order, bits, rotated)
+    shape = Shape(len(bases), k, groups, record_group, asymmetric)
+    return multiply(rounded(x, k, inputs, records.device), records, bases, bias, shape, gated)
 
 
-# The operator that torch.compile and dispatch modes see; eager calls use `linear` directly.
+# The operator that torch.compile and dispatch modes see; eager calls need none.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4ax_linear(Tensor x, Tensor records, Tensor bases, Tensor? bias, int k, int groups, "
-    "int record_group, bool gated=False) -> Tensor"
+    "int record_group, bool asymmetric, Tensor? order, Tensor? bits, bool rotated, "
+    "bool gated=False) -> Tensor"
 )
 _library.impl("w4ax_linear", linear, "CUDA")  # type: ignore[no-untyped-call]
 operator = torch.ops.billfish.w4ax_linear.default
@@ -227,6 +198,10 @@ def _fake(
     k: int,
     groups: int,
     record_group: int,
+    asymmetric: bool,
+    order: Tensor | None,
+    bits: Tensor | None,
+    rotated: bool,
     gated: bool = False,
 ) -> Tensor:
     n = len(bases)

@@ -209,7 +209,8 @@ w4ax_norm(u16* hidden, const u16* delta, const u16* __restrict__ weight, uint4* 
                                room + 2 * kQuantWarps * 4, [](u32 v) {
                                    return float_bits(sum_over(__uint_as_float(v)));
                                });
-    normed.finish(__uint_as_float(sum), eps, [&](int chunk, uint4 y) { store_smem_bits_16(row + chunk * 16, y); });
+    normed.finish(__uint_as_float(sum), eps,
+                  [&](int chunk, uint4 y) { store_smem_bits_16(row + chunk * 16, y); });
     __syncthreads();
     round_token<T>(how, places, room, row, bytes + static_cast<u64>(blockIdx.x) * units,
                    tokens + blockIdx.x, [&](int at) { return load_smem_16(row + at * 2); });
