@@ -44,7 +44,7 @@ class Own(Plain):
         **dict.fromkeys(("weight_packed", "weight_packed_4"), "packed"),
         **dict.fromkeys(("weight_scale", "weight_scale_4", "scale_code", "scale_base"), "scales"),
         "group_scale": "scales",
-        "weight_zero": "zeros",
+        **dict.fromkeys(("weight_zero", "group_zero"), "zeros"),
     }
     writable: ClassVar[bool] = False  # `convert` writes formats that other engines read
 

@@ -8,7 +8,7 @@ linears have their final weights. A Llama block then runs once in the original a
 quantized model, except for gate and up, which run twice.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,16 +241,14 @@ def observe_inputs(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def rounded_inputs(block: nn.Module, paths: Iterable[str], rounded: Any) -> Iterator[None]:
-    """Within this context these linears get `rounded(x)` for their input x."""
-    handles = [
-        block.get_submodule(path).register_forward_pre_hook(
-            lambda m, args: (rounded(args[0]), *args[1:])
-        )
-        for path in paths
-    ]
+def rounded_input(
+    block: nn.Module, path: str, rounding: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Within this context this linear gets `rounding(x)` for its input x."""
+    handle = block.get_submodule(path).register_forward_pre_hook(
+        lambda m, args: (rounding(args[0]), *args[1:])
+    )
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
-from billfish.models.fold import FoldSource, fold_source
+from billfish.models.fold import FoldSource, find_reordering, fold_source
 from billfish.models.passes import (
     BlockRunner,
     BlockStructure,
     observe_inputs,
     probe_structure,
-    rounded_inputs,
+    rounded_input,
 )
 from billfish.offline.activations import Activations
 from billfish.schemes.base import Scheme, Solved
@@ -51,8 +51,10 @@ class BlockJob:
     steps: int = 0  # of training, for methods with `refine`; as are the next two
     seed: int = 0
     on_step: Callable[[int], None] = lambda done: None
-    # Path of a linear -> factors of its weight that were folded into it.
-    folded: dict[str, list[Tensor]] = field(default_factory=dict)
+    # Path of a linear -> what was folded into its weight.
+    folded: dict[str, list[Callable[[Tensor], Tensor]]] = field(default_factory=dict)
+    # Linears whose input channels were put into the order that the scheme wants.
+    placed: set[str] = field(default_factory=set)
     # Linears that are quantized round their inputs, if the scheme does, until the block is solved.
     rounding: ExitStack = field(default_factory=ExitStack)
 
@@ -135,6 +137,7 @@ class BlockJob:
         """Statistics of a group's input in the block quantized so far, and of its difference to the
         input in the original block."""
         statistics = Statistics(self._linear(paths[0]).in_features, self.model.device)
+        statistics.placed = paths[0] in self.placed
         original.final.update(paths)
         for batch in range(len(quantized.states)):
             x = quantized.input(batch, paths[0])
@@ -151,10 +154,11 @@ class BlockJob:
         )
 
     def _fold_channel_factors(self, groups: list[list[str]], activations: Activations) -> None:
-        """For schemes that round activations: even out the channels of the linears' inputs, as far
-        as the layers that produce them can absorb it."""
+        """For schemes that round activations: even out the channels of the linears' inputs and
+        order them, as far as the layers that produce them can absorb it."""
         choose = getattr(quantizer(self.scheme), "channel_factors", None)
-        groups = [group for group in groups if all(path in self.paths for path in group)]
+        order = getattr(quantizer(self.scheme), "channel_order", None)
+        together, groups = groups, [g for g in groups if all(path in self.paths for path in g)]
         if choose is None or not groups:
             return
         squares: dict[str, Tensor] = {}
@@ -178,6 +182,10 @@ class BlockJob:
                 factor = choose(self.scheme, squares[group[0]], source.row_of_column)
                 if factor is not None:
                     self._fold(group, source, factor)
+                    squares[group[0]] /= factor.square()
+                wanted = None if order is None else order(self.scheme, squares[group[0]])
+                if wanted is not None:
+                    self._fold_order(group, source, wanted, together, activations)
 
     # -- AWQ: collect all statistics, fold scales into the preceding layers, then round
 
@@ -233,7 +241,31 @@ class BlockJob:
 
     def _scale(self, path: str, by: Tensor) -> None:
         self._put(path, self._linear(path).weight.data.float() * by)
-        self.folded.setdefault(path, []).append(by)
+        self.folded.setdefault(path, []).append(lambda weight: weight * by)
+
+    def _fold_order(
+        self,
+        group: list[str],
+        source: FoldSource,
+        order: Tensor,  # (k,) int64
+        groups: list[list[str]],
+        activations: Activations,
+    ) -> None:
+        """Let the layers that produce the input of `group` produce it in this order, if any order
+        will do (up and gate; attention's outputs move only within heads)."""
+        siblings = next((each for each in groups if source.path in each), [])
+        probe = activations.quantized[0][:1]
+        found = find_reordering(
+            self.model, self.index, source, group, siblings, probe, self._arguments()
+        )
+        if found is None or found.span < len(order):
+            return
+        found.apply(self.model.blocks[self.index], group, order)
+        for path in found.paths:
+            self.folded.setdefault(path, []).append(lambda weight: weight[order])
+        for path in group:
+            self.folded.setdefault(path, []).append(lambda weight: weight[:, order])
+        self.placed.update(group)
 
     # -- shared
 
@@ -252,11 +284,9 @@ class BlockJob:
             self._put(path, part.decoded)
             on_linear(path, part)
             start = end
-        if rounded := getattr(quantizer(self.scheme), "rounded_input", None):
-            rounds = rounded_inputs(
-                self.model.blocks[self.index], paths, partial(rounded, self.scheme)
-            )
-            self.rounding.enter_context(rounds)
+            if part.rounding is not None:
+                block = self.model.blocks[self.index]
+                self.rounding.enter_context(rounded_input(block, path, part.rounding))
 
     def _weights(self, paths: list[str]) -> Tensor:
         """The checkpoint's weights in fp32, stacked along n, without rounding to the compute
@@ -271,8 +301,8 @@ class BlockJob:
         if model.dtype == torch.float32 or (model.dtype == stored and not folded):
             return self._linear(path).weight.data.float()
         weight = model.read(model.stored[name], model.device).float()
-        for factor in folded:
-            weight *= factor
+        for fold in folded:
+            weight = fold(weight)
         return weight
 
     def _put(self, path: str, weight: Tensor) -> None:

@@ -11,7 +11,6 @@ run: the outputs of its last block are known from calibration.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from billfish.models.load import rows_of
-from billfish.models.passes import rounded_inputs
+from billfish.models.passes import rounded_input
 from billfish.offline.streaming import return_freed_memory
 from billfish.offline.task import Task
 from billfish.schemes.registry import quantizer
@@ -102,7 +101,7 @@ class Student:
         self.model, self.device, self.scheme = task.model, task.device, task.scheme
         self.parts: dict[str, Trainable] = {}  # name of a linear in the checkpoint -> its weight
         self.norms: dict[str, _Norm] = {}  # name of a tensor in the checkpoint -> its value
-        self.linears: list[list[str]] = []  # of each block: paths of those that are quantized
+        self.linears: list[dict[str, Trainable]] = []  # of each block: those that are quantized
         outside = load_file(shards[0], device=str(self.device))
         inside = self.model.prefix + "."
         self.tail = {
@@ -147,7 +146,7 @@ class Student:
             else:
                 fixed[path] = tensors[stored].to(model.dtype)
         dtype = product_dtype(self.device, model.dtype)
-        self.linears.append([path.removesuffix(".weight") for path in parts])
+        self.linears.append({path.removesuffix(".weight"): part for path, part in parts.items()})
 
         def parameters() -> dict[str, Tensor]:
             weights = {path: part.weight(dtype) for path, part in parts.items()}
@@ -162,9 +161,10 @@ class Student:
         self.as_tuple = self.model.returns_tuple(ids)
         with ExitStack() as stack:
             stack.enter_context(self._as_blocks(self.blocks))
-            if rounded := getattr(quantizer(self.scheme), "rounded_input", None):
-                for block, paths in zip(self.model.blocks, self.linears, strict=True):
-                    stack.enter_context(rounded_inputs(block, paths, partial(rounded, self.scheme)))
+            for block, parts in zip(self.model.blocks, self.linears, strict=True):
+                for path, part in parts.items():
+                    if part.rounding is not None:
+                        stack.enter_context(rounded_input(block, path, part.rounding))
             yield
         self.model.drop("", skip=self.model.prefix + ".")
 

@@ -7,7 +7,7 @@ registry. The rest of the package uses these interfaces and names no scheme.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -101,7 +101,7 @@ class Solved(ABC):
 
     energy: Tensor | None  # (n, 2): squared error and squared norm of each output
     note: str | None
-    target: Tensor | None  # (n, k) fp32: the weight that was rounded, where training starts
+    target: Tensor | None  # (n, k) fp32: what was rounded, where training starts
 
     @property
     def error(self) -> float | None:
@@ -124,6 +124,11 @@ class Solved(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The canonical tensors."""
+
+    @property
+    def rounding(self) -> Callable[[Tensor], Tensor] | None:
+        """Activations -> as ops round them, with their gradient; None: they stay as they are."""
+        return None
 
     def trainable(self) -> Any:
         """Its parameters for training, a Trainable of solvers/training.py; for schemes made by
@@ -265,9 +270,9 @@ class Family:
     ops: tuple[type[Any], ...]  # LinearOps, fastest first; the reference last
     # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved; for awq
     # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable. A scheme that
-    # rounds activations has rounded_input(scheme, x) and may have channel_factors(scheme, squares,
-    # share) -> Tensor | None, which are folded before its weights are solved. A name, because the
-    # module imports solvers, which inference never does.
+    # rounds activations may have channel_factors(scheme, squares, share) -> Tensor | None and
+    # channel_order(scheme, squares) -> Tensor | None, which are folded before its weights are
+    # solved. A name, because the module imports solvers, which inference never does.
     quantizer: str
     # Public checkpoint formats (schemes/dialect.py) that can store it; Billfish writes the first.
     # If there is none it writes its own (checkpoints/own.py).

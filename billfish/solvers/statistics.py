@@ -8,6 +8,7 @@ Sequences of different lengths are weighted by their tokens (MARLIN 3.5 (b)). On
 all linears that share an input (q/k/v, gate/up).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ class Statistics:
     k: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokens: int = 0
+    placed: bool = False  # channels are in the order that the scheme wants (offline/block.py)
 
     def __post_init__(self) -> None:
         self._outer = torch.zeros(self.k, self.k, device=self.device)
@@ -74,6 +76,15 @@ class Statistics:
             if total is not None:
                 total *= factor[:, None] * factor[None, :]
         self._magnitude *= factor
+
+    def transformed(self, turn: Callable[[Tensor], Tensor]) -> "Statistics":
+        """Hessian and drift of inputs T x, where turn(rows) is rows T^t."""
+        made = Statistics(0, self.device, self.tokens, self.placed)
+        made._outer = turn(turn(self.hessian).T.contiguous())
+        if self.drift is not None:
+            made._drift = turn(turn(self.drift).T.contiguous()).T.contiguous()
+        made._averaged = True
+        return made
 
 
 def output_energy(weight: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:  # (n, 2)

@@ -29,6 +29,10 @@ class Trainable(Protocol):
     scale_rate: float  # of scales, relative to those of a uniform grid
 
     @property
+    def rounding(self) -> Callable[[Tensor], Tensor] | None:
+        """As Solved's."""
+
+    @property
     def codes(self) -> list[Tensor]:
         """Leaf tensors, in steps of their grid."""
 

@@ -22,6 +22,7 @@ from billfish.errors import UserError
 from billfish.schemes import SCHEMES
 from billfish.schemes.base import bits_per_weight
 from billfish.schemes.registry import fields, from_fields, from_options, ops_of
+from billfish.schemes.w4ax.scheme import SHARED
 from billfish.solvers.methods import METHODS
 
 # --- what is stored ------------------------------------------------------------------------------
@@ -108,9 +109,12 @@ def test_identity_gives_the_weight_rounded_once(scheme, n, k, dtype):
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     weight, eye = scheme.dequantize(tensors), torch.eye(k, dtype=dtype)
     exact = scheme.reference(tensors, eye).T
-    # Where activations are rounded, their scale of 1 / 127 is rounded, too.
-    assert ((exact - weight).abs() <= 2**-22 * weight.abs()).all()
-    assert torch.equal(exact, weight.double()) or scheme.name == "w4ax"
+    if getattr(scheme, "a4_share", 0):  # 4-bit activations: a 1 is off by up to a part in 8.5
+        assert ((exact - weight).norm() <= 0.15 * weight.norm()).all()
+    else:
+        # Where activations are rounded, their scale of 1 / 127 is rounded, too.
+        assert ((exact - weight).abs() <= 2**-22 * weight.abs()).all()
+        assert torch.equal(exact, weight.double()) or scheme.name == "w4ax"
     for op in ops_on_cpu(scheme, n, k):
         ready = op(scheme, tensors)
         for rows in (1, 16, k):  # few rows and many may take another path
@@ -186,6 +190,10 @@ def ops_that_arrange(scheme, n, k):
                 yield op
 
 
+def held(op):
+    return {**vars(op), **getattr(op, "rest", {})}
+
+
 @every_layer
 def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
     """The same words once, the same outputs, and each op as it was."""
@@ -201,21 +209,23 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         if whole is None:
             continue
         joined.append(op.name)
-        # an order of inputs that all have is there once (w2416)
+        # an order of inputs that all have is there once (w2416, w4ax)
         columns = getattr(getattr(whole, "packed", None), "columns", None)
-        twice = 0 if columns is None else columns.nbytes * (len(parts) - 1)
+        shared = [] if columns is None else [columns]
+        shared += [t for name, t in getattr(whole, "rest", {}).items() if name in SHARED]
+        twice = sum(tensor.nbytes for tensor in shared) * (len(parts) - 1)
         assert type(whole) is op and whole.nbytes() == before - twice
         assert sum(part.nbytes() for part in parts) == before
         for part, tensors in zip(parts, each, strict=True):
             same(part.canonical(), tensors)
         storages = {
             name: t.untyped_storage().data_ptr()
-            for name, t in vars(whole).items()
+            for name, t in held(whole).items()
             if isinstance(t, torch.Tensor)
         }
         for part in parts:
             for name, storage in storages.items():
-                assert getattr(part, name).untyped_storage().data_ptr() == storage, name
+                assert held(part)[name].untyped_storage().data_ptr() == storage, name
         weights = torch.cat([scheme.dequantize(tensors) for tensors in each])
         assert torch.equal(scheme.dequantize(whole.canonical()), weights)
         if op not in ops_on_cpu(scheme, n, k):

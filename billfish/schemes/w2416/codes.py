@@ -68,6 +68,7 @@ class TrainableMixed:
     # Held-out error of SmolLM2's second block with 1, 4 and 8: 0.0101, 0.0099, 0.0098; perplexity
     # on WikiText-2 valid with 4 and 8 the same.
     scale_rate = 4.0
+    rounding = None
 
     def __init__(
         self, scheme: W2416, tensors: Tensors, target: Tensor | None, note: str | None = None

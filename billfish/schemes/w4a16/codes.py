@@ -51,6 +51,7 @@ class TrainableCodes:
     """
 
     scale_rate = 1.0
+    rounding = None
 
     def __init__(
         self,

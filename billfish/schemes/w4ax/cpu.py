@@ -16,8 +16,7 @@ from torch import Tensor
 
 from billfish.errors import UserError
 from billfish.schemes.base import Op, Tensors, together
-from billfish.schemes.w4ax.activations import round_tokens
-from billfish.schemes.w4ax.scheme import MIDDLE, NIBBLES, W4AX, scaled
+from billfish.schemes.w4ax.scheme import MIDDLE, NIBBLES, SHARED, W4AX, scaled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # inputs: sums of 127 * 128 stay below 2^24
@@ -71,8 +70,8 @@ class CpuOp(Op):
     def __init__(self, scheme: W4AX, tensors: Tensors) -> None:
         self.scheme = scheme
         self.weight = scheme.whole_weight(tensors)  # (n, k) int8
-        self.group_scale = tensors["group_scale"].clone()
-        self.base = tensors["weight_scale"].clone()
+        # All but the codes, as they are; those of inputs have no rows.
+        self.rest = {name: t.clone() for name, t in tensors.items() if name != "weight_packed"}
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in DTYPES:
@@ -90,31 +89,45 @@ class CpuOp(Op):
 
     def _rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """fp32: the caller rounds it to the type of x."""
-        x8, scale = round_tokens(x)
+        x8, scale = self.scheme.round_inputs(self.rest, x)
         product = int8_product if int8_works() else fp32_product
-        y = scaled(product(x8, self.weight), scale, self.base)
+        y = scaled(product(x8, self.weight), scale, self.rest["weight_scale"])
         return y if bias is None else y.add_(bias.float())
 
     def canonical(self) -> dict[str, Tensor]:
         n, k = self.weight.shape
-        q = NIBBLES.unpack(self.group_scale, n, k // self.scheme.group_size).to(torch.int8) + 1
-        steps = self.weight.view(*q.shape, -1) // q[..., None]
-        return {
-            "weight_packed": NIBBLES.pack(steps.view(n, k) + MIDDLE),
-            "group_scale": self.group_scale.clone(),
-            "weight_scale": self.base.clone(),
-        }
+        shape = (n, k // self.scheme.group_size)
+        q = NIBBLES.unpack(self.rest["group_scale"], *shape).to(torch.int8) + 1
+        steps = (self.weight.view(*shape, -1) // q[..., None]).view(n, k)
+        codes = steps + MIDDLE
+        if not self.scheme.symmetric:
+            zero = NIBBLES.unpack(self.rest["group_zero"], *shape).to(torch.int8)
+            codes = steps + zero.repeat_interleave(self.scheme.group_size, 1)
+        rest = {name: tensor.clone() for name, tensor in self.rest.items()}
+        return {"weight_packed": NIBBLES.pack(codes), **rest}
 
     def nbytes(self) -> int:
-        return self.weight.nbytes + self.group_scale.nbytes + self.base.nbytes
+        return self.weight.nbytes + sum(tensor.nbytes for tensor in self.rest.values())
 
     @classmethod
     def join(cls, ops: Sequence["CpuOp"]) -> "CpuOp | None":
-        if len({(op.scheme, op.weight.shape[1], op.base.dtype) for op in ops}) > 1:
-            return None
-        whole = copy(ops[0])
-        for name in ("weight", "group_scale", "base"):
-            joined, parts = together([getattr(op, name) for op in ops])
-            for op, part in zip((whole, *ops), (joined, *parts), strict=True):
-                setattr(op, name, part)
+        first = ops[0]
+        for op in ops[1:]:
+            if (op.scheme, op.weight.shape[1]) != (first.scheme, first.weight.shape[1]):
+                return None
+            if op.rest["weight_scale"].dtype != first.rest["weight_scale"].dtype:
+                return None
+            if any(not torch.equal(op.rest[n], first.rest[n]) for n in SHARED if n in op.rest):
+                return None
+        whole = copy(first)
+        whole.rest = dict(first.rest)
+        whole.weight, weights = together([op.weight for op in ops])
+        for op, weight in zip(ops, weights, strict=True):
+            op.weight = weight
+        for name, tensor in whole.rest.items():
+            each = [tensor] * len(ops)
+            if name not in SHARED:
+                whole.rest[name], each = together([op.rest[name] for op in ops])
+            for op, part in zip(ops, each, strict=True):
+                op.rest[name] = part
         return whole

@@ -1,8 +1,12 @@
 """Quantizes a weight to w4ax, given statistics of its inputs: GPTQ and round-to-nearest.
 
-For offline use. A call may take several linears stacked along n that share an input. Factors of
-input channels are only chosen here; offline/block.py folds them, because that changes other layers,
-and rounds the inputs of linears that are quantized.
+For offline use. A call may take several linears stacked along n that share an input. Factors and
+places of input channels are only chosen here; offline/block.py folds them, because that changes
+other layers, and rounds the inputs of linears that are quantized.
+
+fmpq: channels are ordered by decreasing mean square, so that large ones share blocks. Blocks that
+would harm outputs most by 4 bits keep 8. All of GPTQ is done in stored order, with weights and
+Hessian rotated as inputs are.
 """
 
 from dataclasses import replace
@@ -10,14 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from billfish.formats.grid import Grid
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4ax.activations import round_tokens
-from billfish.schemes.w4ax.codes import TrainableWhole, WholeScaled
-from billfish.schemes.w4ax.descent import descend
+from billfish.schemes.w4ax.codes import Inputs, TrainableWhole, WholeScaled
 from billfish.schemes.w4ax.scheme import W4AX
-from billfish.schemes.w4ax.search import GRID, search
+from billfish.schemes.w4ax.search import search
 from billfish.schemes.w4ax.walk import Walk, walk_order
-from billfish.solvers import straight
 from billfish.solvers.known import Known
 from billfish.solvers.methods import METHODS
 from billfish.solvers.statistics import Statistics, output_energy
@@ -36,51 +38,77 @@ def quantize(
     method: str,
     dtype: torch.dtype,  # of the stored bases
 ) -> WholeScaled:
+    inputs = choose_inputs(scheme, weight, statistics) if scheme.mixed else None
+    if inputs is not None:
+        weight = scheme.stored_order(weight, inputs.order, inputs.bits)
+        if statistics is not None:
+            # Both sides: H' = T H T^t for x' = T x
+            def turn(rows: Tensor) -> Tensor:
+                return scheme.stored_order(rows, inputs.order, inputs.bits)
+
+            statistics = statistics.transformed(turn)
     order = None
     if statistics is not None:
         order = walk_order(statistics.hessian.diagonal(), scheme.group_size)
     known = Known.of(statistics, METHODS[method], order)
-    target = known.target(weight)
-    walk = None if known.factor is None else Walk(known.factor, scheme.group_size)
+    target, grid = known.target(weight), Grid(4, scheme.symmetric)
+    walk = None if known.factor is None else Walk(known.factor, scheme.group_size, grid)
     # Rows are independent; a few at a time keep the temporaries small.
     pieces = (
-        _rows(scheme, rows, known.hessian, walk, dtype)
+        _rows(scheme, grid, rows, known.hessian, walk, dtype)
         for rows in torch.split(target, max(64, ROW_CODES[weight.device.type] // weight.shape[1]))
     )
-    codes, q, base = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    solved = WholeScaled(None, known.note, target, scheme, codes, q, base)
+    codes, q, zero, base = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    solved = WholeScaled(None, known.note, target, scheme, codes, q, zero, base, inputs)
     if known.hessian is None:
         return solved
-    return replace(solved, energy=output_energy(weight, solved.decoded, known.hessian))
+    return replace(solved, energy=output_energy(weight, solved.stored, known.hessian))
 
 
 def _rows(
-    scheme: W4AX, target: Tensor, hessian: Tensor | None, walk: Walk | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, q and bases of some rows."""
-    base, q = search(target, hessian, scheme.group_size, dtype)
+    scheme: W4AX,
+    grid: Grid,
+    target: Tensor,
+    hessian: Tensor | None,
+    walk: Walk | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, q, zeros and bases of some rows."""
+    base, q, zero = search(target, hessian, grid, scheme.group_size, dtype)
     if walk is not None:
-        codes, q = walk.run(target, base, q)
-        if hessian is not None:
-            codes = descend(target, codes, q * base, hessian)
+        codes, q, zero = walk.run(target, base, q, zero)
     else:
-        scale = (q * base)[..., None]
         groups = target.view(*q.shape, -1)
-        codes = GRID.encode(groups, scale, torch.full_like(scale, GRID.middle)).view_as(target)
+        codes = grid.encode(groups, (q * base)[..., None], zero[..., None]).view_as(target)
     byte = torch.uint8
-    return codes.to(byte), q.to(byte), base.to(dtype)
+    return codes.to(byte), q.to(byte), zero.to(byte), base.to(dtype)
+
+
+def choose_inputs(scheme: W4AX, weight: Tensor, statistics: Statistics | None) -> Inputs:
+    """fmpq: the order of inputs, and the bits of blocks. Rounding a block adds errors in proportion
+    to its mean square to all of its columns, so it costs that times their squared norm. Without
+    data inputs keep their order, and the first blocks have 8 bits."""
+    k = weight.shape[1]
+    order = torch.arange(k, device=weight.device)
+    if statistics is None or not statistics.tokens:
+        return Inputs(order, scheme.block_bits(-order[:: scheme.block].float()))
+    squares = statistics.hessian.diagonal()
+    if not statistics.placed:
+        order = squares.argsort(descending=True, stable=True)
+    noise, norms = (
+        each[order].view(-1, scheme.block).sum(1) for each in (squares, weight.square().sum(0))
+    )
+    return Inputs(order, scheme.block_bits(noise * norms))
 
 
 def trainable_scales(scheme: W4AX, tensors: Tensors) -> TrainableWhole:
-    """Canonical tensors whose bases can be trained; codes and q stay as they are."""
+    """Canonical tensors whose bases can be trained; all else stays as it is."""
+    inputs = None
+    if scheme.mixed:
+        inputs = Inputs(tensors["input_order"].long(), tensors["input_bits"])
+    codes, q, zero = scheme.codes(tensors), scheme.scales(tensors), scheme.zeros(tensors)
     base = tensors["weight_scale"]
-    return TrainableWhole(scheme, scheme.codes(tensors), scheme.scales(tensors), base, None)
-
-
-def rounded_input(scheme: W4AX, x: Tensor) -> Tensor:
-    """Activations as ops round them, with the gradient of x."""
-    x8, scale = round_tokens(x.detach())
-    return straight.through((x8 * scale).to(x.dtype), x)
+    return TrainableWhole(WholeScaled(None, None, None, scheme, codes, q, zero, base, inputs), None)
 
 
 def channel_factors(
@@ -96,3 +124,9 @@ def channel_factors(
         return None
     factor = squares.clamp(min=LEAST * float(squares.mean())) ** (STRENGTH / 2)
     return factor / (factor.max() * factor.min()).sqrt()
+
+
+def channel_order(scheme: W4AX, squares: Tensor) -> Tensor | None:
+    """(k,) int64: the order of channels that the layer before may produce, if it can produce them
+    in any; None: they stay in place."""
+    return squares.argsort(descending=True, stable=True) if scheme.mixed else None

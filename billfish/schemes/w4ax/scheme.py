@@ -35,6 +35,7 @@ LONGEST = 2**17  # inputs: sums of 127 * 128 stay below 2^31
 ACTIVATIONS = ("a8", "fmpq")
 BLOCK = 128  # inputs that are rounded to the same bits, at most
 A4_SHARE = 0.84  # COMET's
+SHARED = ("input_order", "input_bits")  # tensors of a linear's inputs, the same for all its rows
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,8 @@ class W4AX:
     def shard(self, tensors: Tensors, dim: int, begin: int, end: int) -> dict[str, Tensor]:
         check_cut(self, tensors, dim, begin, end)
         if dim == 0:
-            shared = ("input_order", "input_bits")
             return {
-                name: (tensor if name in shared else tensor[begin:end]).clone()
+                name: (tensor if name in SHARED else tensor[begin:end]).clone()
                 for name, tensor in tensors.items()
             }
         groups = slice(begin // self.group_size, end // self.group_size)
