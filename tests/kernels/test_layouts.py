@@ -176,8 +176,10 @@ def striped():
 
 def ax_stripes():
     yield from striped()
-    for (tokens, bands), group in itertools.product(ax_stripe.BANDS.items(), (32, 64, 128)):
-        stage, record = f"AxStripeStage<{group}, {tokens}, {bands}>", 4096 + 64 * (128 // group)
+    sizes = itertools.product(ax_stripe.BANDS.items(), (32, 64, 128), (0, 1))
+    for (tokens, bands), group, zeros in sizes:
+        stage = f"AxStripeStage<{group}, {zeros}, {tokens}, {bands}>"
+        record = 4096 + 64 * (128 // group) * (1 + zeros)
         yield f"{stage}::kBytes", ax_stripe.stage_bytes(tokens, record)
         yield f"{stage}::kStages * {stage}::kBytes", ax_stripe.smem_bytes(tokens, record)
 

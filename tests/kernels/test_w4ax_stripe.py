@@ -18,7 +18,8 @@ from billfish.schemes.gated import apart, order
 from billfish.schemes.w4ax.activations import REACH
 from billfish.schemes.w4ax.cuda import arrange, stripe
 from billfish.schemes.w4ax.cuda.blocks import Blocks
-from billfish.schemes.w4ax.cuda.stripe import Rounding, stripe_programs
+from billfish.schemes.w4ax.cuda.plan import RUN
+from billfish.schemes.w4ax.cuda.stripe import Mix, stripe_programs
 from billfish.schemes.w4ax.scheme import W4AX
 
 HERE = Path(__file__).parent / "emulator"
@@ -30,12 +31,12 @@ TYPES = {FP16: "Half", BF16: "Bfloat"}
 ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 
-def a8(size):
-    return W4AX(size)
+def a8(size, symmetric=True):
+    return W4AX(size, symmetric)
 
 
-def fmpq(size, share, rotation=True):
-    return W4AX(size, True, "fmpq", share, rotation)
+def fmpq(size, share, rotation=True, symmetric=True):
+    return W4AX(size, symmetric, "fmpq", share, rotation)
 
 
 # -- registers
@@ -44,9 +45,9 @@ def fmpq(size, share, rotation=True):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_nothing_spills(arch):
     wanted = {
-        *stripe_programs(128, 128, True, FP16, arch),
-        *stripe_programs(64, 64, True, BF16, arch),
-        *stripe_programs(32, 128, False, BF16, arch),
+        *stripe_programs(128, False, Mix(128, 0, True), FP16, arch),
+        *stripe_programs(64, True, Mix(64, 0, True), BF16, arch),
+        *stripe_programs(32, False, Mix(), BF16, arch),
     }
     assert len(wanted) == 15
     check(wanted, arch)
@@ -54,9 +55,11 @@ def test_nothing_spills(arch):
 
 def test_nothing_spills_on_hopper_either():
     """There the op runs by name."""
-    assert not stripe_programs(128, 128, True, FP16, "sm_90a")
-    assert not stripe_programs(128, 128, True, torch.float32, "sm_80")
-    check([stripe.stripe_kernel(BF16, 128, tokens).program for tokens in stripe.BANDS], "sm_90a")
+    assert not stripe_programs(128, False, Mix(), FP16, "sm_90a")
+    assert not stripe_programs(128, False, Mix(), torch.float32, "sm_80")
+    check(
+        [stripe.stripe_kernel(BF16, 128, True, tokens).program for tokens in stripe.BANDS], "sm_90a"
+    )
 
 
 def check(programs, arch):
@@ -116,18 +119,18 @@ class Layer:
     """As StripeOp has it."""
 
     def __init__(self, scheme, tensors):
-        self.scheme, self.tensors, self.order, self.rounding = scheme, tensors, None, Rounding()
+        self.scheme, self.tensors, self.order, self.mix = scheme, tensors, None, Mix()
         if scheme.mixed:
             blocks = Blocks.of(scheme.group_size, scheme.block, tensors)
             self.order, self.places = blocks.order, blocks.places
-            self.rounding = Rounding(scheme.block, blocks.fours, scheme.rotation)
+            self.mix = Mix(scheme.block, blocks.fours, scheme.rotation)
             self.packed = arrange.pack(scheme.block, blocks.sorted(tensors))
         else:
             self.packed = arrange.pack(scheme.group_size, tensors)
         self.shape = self.packed.shape
 
     def quantize(self, compiled, x, seed, text=None):
-        (m, k), how, k_tiles = x.shape, self.rounding, self.shape.k_tiles
+        (m, k), how, k_tiles = x.shape, self.mix, self.shape.k_tiles
         names = f"{TYPES[x.dtype]},{how.block},{str(how.rotated).lower()}"
         threads = stripe.quant_threads(k_tiles)
         numbers = (seed, m, 0, k, k_tiles, how.fours, m, threads, stripe.QUANT_SMEM, 0, 0)
@@ -143,8 +146,9 @@ class Layer:
         lines, pairs = self.quantize(compiled, x, seed) if quant is None else quant
         pairs = torch.cat([pairs, torch.full((m % 2, 2), -2, dtype=torch.int32)])
         tokens = stripe.tokens_of(m)
-        how = stripe.partition(m, shape, self.rounding.halves, sms)
-        names = (TYPES[x.dtype], shape.record_group, tokens, stripe.BANDS[tokens])
+        how = stripe.partition(m, shape, self.mix.halves, sms)
+        zeros = str(shape.asymmetric).lower()
+        names = (TYPES[x.dtype], shape.record_group, zeros, tokens, stripe.BANDS[tokens])
         program = compiled("stripe", ",".join(map(str, names)), text)
         smem = stripe.smem_bytes(tokens, shape.record_bytes)
         numbers = (seed, m, shape.n, k, shape.k_tiles, how.light, how.blocks, stripes.THREADS)
@@ -154,7 +158,7 @@ class Layer:
 
     def bytes_(self, lines):
         """x8 in stored order, from w4ax_stripe_quant's lines."""
-        how, (m, width) = self.rounding, lines.shape
+        how, (m, width) = self.mix, lines.shape
         place = torch.arange(width)
         j, t, b = place // 16, place // 4 % 4, place % 4
         ordered = 16 * j + 2 * t + 8 * (b & 1) + (b >> 1)  # the input of each byte
@@ -220,7 +224,7 @@ def test_activations(case, compiled):
         x8 = made.bytes_(lines)
         assert torch.equal(x8, wanted.long())
         few = torch.zeros(k, dtype=torch.bool)
-        if made.rounding.halves:
+        if made.mix.halves:
             few = (made.tensors["input_bits"] == 4).repeat_interleave(scheme.block)
         assert torch.equal(pairs[:, 1].long(), 128 * wanted[:, ~few].long().sum(-1))
         found = pairs[:, 0].contiguous().view(torch.float32)
@@ -243,6 +247,10 @@ PRODUCTS = [
     (fmpq(256, 0.5), 140, 1024, BF16, 6, (11, 65)),
     (fmpq(128, 0.0), 64, 256, FP16, 2, (4,)),
     (fmpq(64, 0.6), 270, 64 * 10, FP16, 7, (129,)),
+    (a8(64, False), 100, 320, FP16, 3, (9,)),
+    (fmpq(128, 0.7, True, False), 200, 128 * 9, BF16, 5, (2, 40)),
+    (fmpq(64, 0.6, False, False), 90, 64 * 7, FP16, 3, (16, 67)),
+    (fmpq(32, 0.6, True, False), 65, 352, BF16, 2, (3,)),
 ]
 
 
@@ -295,14 +303,14 @@ def test_gated_products(dtype, m, compiled):
     """What the product without it stores, gated with torch's operators."""
     n, scheme = 72, fmpq(64, 0.5)
     plain, x, _ = layer(scheme, 2 * n, 640, dtype, m)
-    rows = order(2 * n, stripe.RUN)
+    rows = order(2 * n, RUN)
     shared = ("input_order", "input_bits")
     mixed = {
         name: tensor if name in shared else tensor[rows] for name, tensor in plain.tensors.items()
     }
     made, exact = Layer(scheme, mixed), oracle(plain, x)
     y, both = (made.product(compiled, x, None, 2, 4, gated=g) for g in (True, False))
-    assert torch.equal(apart(both, stripe.RUN), exact)
+    assert torch.equal(apart(both, RUN), exact)
     gate, up = exact.chunk(2, -1)
     wanted = silu(gate) * up
     assert y.shape == (m, n) and (y == wanted).float().mean() > 0.99
@@ -313,7 +321,7 @@ MISTAKES = [
     ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
     ("stripe", r"v\.x >> 4 & kEven", "v.x & kEven"),
     ("stripe", r"v\.w << 4 & ~kEven", "v.w & ~kEven"),
-    ("stripe", r"u32 part\[4\] = \{.*?\};", "u32 part[4] = {0, 0, 0, 0};"),
+    ("stripe", r"kAsymmetric \? 0 : token\[i % 2\]\.y", "0"),
     ("stripe", r"\(chunk \^ row\) << 4", "chunk << 4"),
     ("stripe", r"x_at \^ group \* kGroup", "x_at"),
     ("stripe", r"left - slice \* 2", "left"),

@@ -3,9 +3,10 @@
 //
 // Inputs come in halves of a record (64): the first `fours` are of 4 bits, the others of 8. Of 8
 // bits, weights become bytes (bytes.cuh). Of 4 bits, two words of a record become two fragments by
-// four instructions; codes are unsigned, and sums begin with -8 times the sum of x, which takes the
-// codes' middle off. The sums of a group, whose block of x has one scale, times both whole scales
-// are added to the same integers as those of bytes. So sums are exact, in any order the same.
+// four instructions. Codes are unsigned: sums begin with -8 times the sum of x, which takes the
+// middle of symmetric codes off, or another zero is taken off after them. The sums of a group, whose
+// block of x has one scale, times both whole scales are added to the same integers as those of
+// bytes. So sums are exact, in any order the same.
 //
 // Stripes of equal cost over tiles of outputs and tokens, and a ring of cp.async stages: stripes.cuh
 // and MARLIN 3.4. stripe.py has the same arithmetic.
@@ -19,11 +20,11 @@ namespace billfish {
 
 // Shared memory is a ring of stages: [records: slice, band][x: slice, token]. x has a line of 128
 // bytes a token, swizzled as record.cuh's; stripe_quant.cuh says what is in it.
-template <int kGroup, int kTokens, int kBands>
+template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct AxStripeStage {
     static_assert(kBands == 2 || kBands == 4, "128 or 256 outputs");
     static constexpr int kSlices = kStageRecords / kBands;  // that are worked on at a time
-    static constexpr int kRecordBytes = AxRecord<kGroup>::kBytes;
+    static constexpr int kRecordBytes = AxRecord<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kStageRecords * kRecordBytes;  // byte offset
     static constexpr int kBytes = kX + kSlices * kTokens * kXLine;
     static constexpr int kStages = ring_stages(kBytes);
@@ -36,9 +37,9 @@ template <int kGroup>
 constexpr BILLFISH_DEVICE int scale_chunk(int group) { return group * (kGroup / 16) + kGroup / 32; }
 
 // Copies stage after stage, 16 bytes a thread and instruction, across the ends of tiles.
-template <int kGroup, int kTokens, int kBands>
+template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct AxCopier {
-    using Stage = AxStripeStage<kGroup, kTokens, kBands>;
+    using Stage = AxStripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     static constexpr int kRows = kStripeThreads / 8;  // of x at once, 8 chunks each
 
     RecordCopier<Stage::kRecordBytes, kBands> records;
@@ -100,44 +101,11 @@ struct AxCopier {
     }
 };
 
-// acc (32 outputs x kTokens) += weights (32 outputs x the k64-th 64 inputs of a record) * x^T, as
-// bytes. `words`: of the warp's first 16 outputs and of this lane; `x`: a token's line of 128 bytes,
-// swizzled, of token lane % 8 and chunk lane / 8.
-template <int kGroup, int kTokens>
-BILLFISH_DEVICE void multiply_bytes(u32 words_at, u32 x_at, int k64,
-                                    const AxScales<kGroup> (&scales)[2], AxGrain (&grain)[2],
-                                    u32 (&acc)[2][kTokens / 8][4]) {
-    u32 b[kTokens / 8][4];  // of each 8 tokens, 16 inputs a register
-#pragma unroll
-    for (int block = 0; block < kTokens / 8; ++block)
-        load_matrices(b[block], (x_at ^ k64 * 64) + block * 8 * kXLine);
-#pragma unroll
-    for (int brick = 0; brick < 2; ++brick) {
-        const uint4 v = load_smem_16(words_at + (k64 * 4 + brick) * kBrickBytes);
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        u32 a[2][4];
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            const int k = k64 * 64 + step * 16, group = k / kGroup;
-            if (k % kGroup == 0)
-                grain[brick].set(scales[brick].of(group, 0), scales[brick].of(group, 1));
-            u32(&fragment)[4] = a[step / 2];
-            grain[brick].decode(words[step], fragment[step % 2 * 2], fragment[step % 2 * 2 + 1]);
-        }
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-#pragma unroll
-            for (int block = 0; block < kTokens / 8; ++block)
-                mma_bytes(acc[brick][block], a[step], b[block][step * 2], b[block][step * 2 + 1]);
-        }
-    }
-}
-
 // acc (32 outputs x kTokens) += weights (32 outputs x a group of 4-bit inputs) * x^T. `words_at` and
 // `x_at` as in multiply_bytes, `x`: the first token's line.
-template <int kGroup, int kTokens>
+template <int kTokens, int kGroup, bool kAsymmetric>
 BILLFISH_DEVICE void multiply_nibbles(u32 words_at, u32 x_at, u32 x, int group, int lane,
-                                      const AxScales<kGroup> (&scales)[2],
+                                      const AxScales<kGroup, kAsymmetric> (&scales)[2],
                                       u32 (&acc)[2][kTokens / 8][4]) {
     constexpr int kSteps = kGroup / 64;
     constexpr u32 kEven = 0x0f0f0f0fu;
@@ -159,31 +127,41 @@ BILLFISH_DEVICE void multiply_nibbles(u32 words_at, u32 x_at, u32 x, int group, 
     for (int block = 0; block < kTokens / 8; ++block) {
         u32 b[4];
         load_matrices(b, (x_at ^ group * kGroup) + block * 8 * kXLine);
-        uint2 token[2];  // scale of the block, -8 times its sum
+        uint4 token[2];  // scale of the block, -8 times its sum, its sum
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane % 4 * 2 + i;
-            token[i] = load_smem_8(x + (block * 8 + row) * kXLine + ((chunk ^ row) << 4));
+            token[i] = load_smem_16(x + (block * 8 + row) * kXLine + ((chunk ^ row) << 4));
         }
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
-            u32 part[4] = {token[0].y, token[1].y, token[0].y, token[1].y};
+            u32 part[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) part[i] = kAsymmetric ? 0 : token[i % 2].y;
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
                 mma_nibbles(part, a[brick][step], b[step * 2], b[step * 2 + 1]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                acc[brick][block][i] += part[i] * (scales[brick].of(group, i / 2) * token[i % 2].x);
+            for (int i = 0; i < 4; ++i) {
+                const u32 q = scales[brick].of(group, i / 2);
+                u32& sum = acc[brick][block][i];
+                if constexpr (kAsymmetric) {  // - zero q
+                    const u32 minus = scales[brick].more.of(group, i / 2) - 128;
+                    sum += (part[i] * q + minus * token[i % 2].z) * token[i % 2].x;
+                } else {
+                    sum += part[i] * (q * token[i % 2].x);
+                }
+            }
         }
     }
 }
 
 // acc (32 outputs x kTokens) += weights (32 outputs, the `half` of a record, x 128 inputs) * x^T;
 // `fours`: halves of the inputs, from here on, of 4 bits.
-template <int kGroup, int kTokens>
+template <int kGroup, bool kAsymmetric, int kTokens>
 BILLFISH_DEVICE void multiply_mixed(u32 record, u32 x, int half, int lane, int fours,
                                     u32 (&acc)[2][kTokens / 8][4]) {
-    AxScales<kGroup> scales[2];
+    AxScales<kGroup, kAsymmetric> scales[2];
     AxGrain grain[2];
 #pragma unroll
     for (int brick = 0; brick < 2; ++brick) scales[brick].load(record, half * 2 + brick, lane);
@@ -191,7 +169,7 @@ BILLFISH_DEVICE void multiply_mixed(u32 record, u32 x, int half, int lane, int f
     const u32 x_at = x + lane % 8 * kXLine + ((lane / 8 ^ lane % 8) << 4);
     if constexpr (kGroup == 128) {
         if (fours > 0) {
-            multiply_nibbles<kGroup, kTokens>(words_at, x_at, x, 0, lane, scales, acc);
+            multiply_nibbles<kTokens>(words_at, x_at, x, 0, lane, scales, acc);
             return;
         }
     }
@@ -199,11 +177,11 @@ BILLFISH_DEVICE void multiply_mixed(u32 record, u32 x, int half, int lane, int f
     for (int k64 = 0; k64 < 2; ++k64) {
         if constexpr (kGroup == 64) {
             if (k64 < fours) {
-                multiply_nibbles<kGroup, kTokens>(words_at, x_at, x, k64, lane, scales, acc);
+                multiply_nibbles<kTokens>(words_at, x_at, x, k64, lane, scales, acc);
                 continue;
             }
         }
-        multiply_bytes<kGroup, kTokens>(words_at, x_at, k64, scales, grain, acc);
+        multiply_bytes<kTokens>(words_at, x_at, k64, scales, grain, acc);
     }
 }
 
@@ -250,13 +228,13 @@ BILLFISH_DEVICE void store_scaled(const u32 (&acc)[2][kTokens / 8][4], const uin
 // bands one after the other. The first `fours` halves of 64 inputs have 4 bits; one of 8 bits costs
 // `heavy` times as much. `gated`: of every 16 rows the first 8 are gates and the others their ups,
 // and `out` is (m, n / 2). blockDim.x is kStripeThreads, dynamic shared memory kStages * kBytes.
-template <class T, int kGroup, int kTokens, int kBands>
+template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kStripeThreads, 1)
 w4ax_stripe(const unsigned char* __restrict__ records, const unsigned char* __restrict__ x,
             const uint2* tokens, const float* __restrict__ bases, const u16* __restrict__ bias,
             u16* __restrict__ out, u32* workspace, u32* locks, int m, int n, int k_tiles,
             int fours, int heavy, bool gated) {
-    using Stage = AxStripeStage<kGroup, kTokens, kBands>;
+    using Stage = AxStripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kBlocks = kTokens / 8;
     constexpr int kOwners = kBands * 2 * 32;  // threads that hold a tile's final sums
 
@@ -272,8 +250,8 @@ w4ax_stripe(const unsigned char* __restrict__ records, const unsigned char* __re
 
     // MARLIN 3.4's warp layout: where a tile is narrow, warps split its inputs, too.
     const int record = warp / 2, band = record % kBands, sub = record / kBands;
-    AxCopier<kGroup, kTokens, kBands> copier(records, x, ring, begin, end, bands, m_tiles, k_tiles,
-                                             m, fours);
+    AxCopier<kGroup, kAsymmetric, kTokens, kBands> copier(records, x, ring, begin, end, bands,
+                                                          m_tiles, k_tiles, m, fours);
 #pragma unroll
     for (int i = 0; i < Stage::kStages - 1; ++i) copier.next();
 
@@ -293,9 +271,10 @@ w4ax_stripe(const unsigned char* __restrict__ records, const unsigned char* __re
             __syncthreads();
             copier.next();
             if (has_band && slice + sub < span)
-                multiply_mixed<kGroup, kTokens>(stage + record * Stage::kRecordBytes,
-                                                stage + Stage::kX + sub * kTokens * kXLine,
-                                                warp % 2, lane, left - slice * 2, acc);
+                multiply_mixed<kGroup, kAsymmetric, kTokens>(
+                    stage + record * Stage::kRecordBytes,
+                    stage + Stage::kX + sub * kTokens * kXLine, warp % 2, lane, left - slice * 2,
+                    acc);
             used = stage;
             stage += Stage::kBytes;
             if (stage == ring + Stage::kStages * Stage::kBytes) stage = ring;
