@@ -24,7 +24,7 @@ def layer(n, k, group_size, dtype, device="cpu", rows=300, asymmetric=False):
     if asymmetric:
         zeros = torch.randint(0, 16, (n, groups), generator=source, **here)
         zeros[0], zeros[-1] = 15, 0
-        scales = torch.minimum(scales, torch.where(zeros < 8, 127 // (15 - zeros), 16))
+        scales = torch.minimum(scales, 127 // (15 - zeros).clamp(min=1))
         scales = torch.minimum(scales, 128 // zeros.clamp(min=1))
         tensors["group_scale"] = layout.pack_stream(pad(scales - 1, (0, -groups % 8)), 4)
         tensors["group_zero"] = layout.pack_stream(pad(zeros, (0, -groups % 8)), 4)

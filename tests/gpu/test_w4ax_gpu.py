@@ -1,5 +1,6 @@
 """w4ax on a Hopper GPU against exact integers: every bit of every product, whatever m, the tile
-configuration, the run or the neighbours; graphs, joined layers, SwiGLU."""
+configuration, the run or the neighbours; graphs, joined layers, SwiGLU. test_w4ax_mixed_gpu.py has
+activations of 4 bits and norms."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from w4ax_layers import layer, oracle, ordered, quantized
 from billfish.kernels import cache, tiles
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import plain_launches
-from billfish.schemes.w4ax.cuda import plan
+from billfish.schemes.w4ax.cuda import plan, rounding
 from billfish.schemes.w4ax.cuda.instances import INSTANCES
 from billfish.schemes.w4ax.cuda.op import CudaOp
 
@@ -41,6 +42,9 @@ class Groups:
     """What the op knows of its scheme."""
 
     group_size: int
+    symmetric: bool = True
+    mixed: bool = False
+    rotation: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +57,10 @@ def compiled_here(tmp_path_factory):
 
 @every_dtype
 @every_layer
-def test_products(group_size, n, k, dtype):
-    tensors, x, bias = layer(n, k, group_size, dtype, DEVICE, max(ROWS))
-    op = CudaOp(Groups(group_size), tensors)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+def test_products(group_size, n, k, dtype, symmetric):
+    tensors, x, bias = layer(n, k, group_size, dtype, DEVICE, max(ROWS), not symmetric)
+    op = CudaOp(Groups(group_size, symmetric), tensors)
     again = op.canonical()
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
@@ -77,7 +82,7 @@ def test_activations(k, dtype):
     x[5, k - 1] = -6e4
     wanted, scale = quantized(x)
     made = CudaOp(Groups(-1), layer(8, k, -1, dtype, DEVICE, 1)[0])
-    inputs, tokens = plan.plan(0, made.packed.shape, dtype).quantize(x, 9)
+    inputs, tokens = rounding.rounding(0, dtype, k, False).quantize(x, 9, None)
     padded = torch.nn.functional.pad(wanted, (0, -k % 16))
     assert torch.equal(inputs.long(), ordered(padded))
     assert torch.equal(tokens[:9, 1].long(), 128 * wanted.sum(-1))
@@ -103,8 +108,8 @@ def test_every_tile(cut, dtype):
                 continue
             for _ in range(2):
                 out = torch.full((m, n), 7.0, dtype=dtype, device=DEVICE)
-                run = made.after_quant(m, made.batch(m, False, how))
-                run(x[:m], packed.records, packed.bases, bias, out)
+                given = rounding.rounded(x[:m], k, None, DEVICE)
+                made.batch(m, False, how)(given, packed.records, packed.bases, bias, out)
                 assert torch.equal(out, exact[:m]), (m, how)
 
 

@@ -21,6 +21,8 @@ from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
+from billfish.schemes.w4ax.cuda import arrange as ax_arrange
+from billfish.schemes.w4ax.cuda import rounding as ax
 from billfish.schemes.w4ax.cuda import stripe as ax_stripe
 from billfish.schemes.w2416.cuda import arrange as mixed_arrange
 from billfish.schemes.w2416.cuda import batch as mixed_batches
@@ -189,6 +191,18 @@ def ax_quant():
     yield "kMostQuantWarps * 8", ax_stripe.QUANT_SMEM
 
 
+def ax_rounding():
+    yield "kQuantThreads", ax.THREADS
+    yield "kQuantRoom", ax.ROOM
+    yield "kUnit", ax.UNIT
+
+
+def ax_records():
+    for group, asymmetric in itertools.product(ax_arrange.RECORD_GROUPS, (False, True)):
+        record = f"AxRecord<{group}, {str(asymmetric).lower()}>::kBytes"
+        yield record, ax_arrange.record_shape(group, 64, 128, asymmetric).record_bytes
+
+
 MIRRORED = {
     ENGINE / "attention.cuh": attention,
     ENGINE / "draw.cuh": draw,
@@ -204,6 +218,8 @@ MIRRORED = {
     W2416 / "panel.cuh": mixed_panel,
     W2416 / "batch.cuh": mixed_batch,
     W2416 / "order.cuh": mixed_order,
+    W4AX / "quant.cuh": ax_rounding,
+    W4AX / "batch.cuh": ax_records,
     timing.READ.program.source: read,
 }
 

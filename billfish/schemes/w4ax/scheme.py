@@ -217,6 +217,8 @@ class W4AX:
             zero = torch.randint(7, 10, q.shape, **here)
             q = torch.where(zero == MIDDLE, q, q.clamp(max=14))
         if self.mixed:
+            # The same for every layer of k inputs: q, k and v of a model must agree to be joined.
+            here["generator"] = torch.Generator(generator.device).manual_seed(k)
             order = torch.randperm(k, **here)
             bits = self.block_bits(torch.rand(k // self.block, **here))
         return self.pack(codes, q, base, zero, order, bits)
