@@ -98,9 +98,7 @@ def test_joined_and_gated(scheme, dtype):
     k = 1024
     parts = [layer_of(scheme, n, k, dtype)[0] for n in (512, 128, 136)]
     for part in parts:
-        part.update(
-            {name: parts[0][name] for name in ("input_order", "input_bits") if name in part}
-        )
+        part.update({name: parts[0][name] for name in TENSORS if name in part})
     x = layer_of(scheme, 8, k, dtype)[1]
     ops = [StripeOp(scheme, tensors) for tensors in parts]
     exact = [exactly(scheme, tensors, x) for tensors in parts]
