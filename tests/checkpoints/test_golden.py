@@ -84,7 +84,10 @@ def whole(scheme, n, k):
     i, j = torch.arange(n)[:, None], torch.arange(k)[None]
     codes, q = (3 * i * i + 7 * j + i * j) % 16, (5 * i + 3 * j[:, : k // scheme.group_size]) % 16
     base = ((1 + 5 * i % 11) / 64).to(torch.float16)
-    tensors = scheme.pack(codes, q + 1, base)
+    zero, order = 7 + q % 3, (j[0] * 7 + 3) % k  # 7 and k have no common factor
+    bits = 4 + 4 * (torch.arange(k // scheme.block) % 3 == 1)
+    q = q if scheme.symmetric else q % 14
+    tensors = scheme.pack(codes, q + 1, base, zero, order, bits)
     scheme.check(tensors)
     x = ((11 * j + 5 * i[:3]) % 97 - 48) / 8
     sums, scale = scheme.whole_sums(tensors, x)
@@ -106,6 +109,9 @@ def packed():
                 cases[f"gptq {kind} desc_act"] = as_gptq(W4A16(bits, 32, symmetric, True), 32, 96)
     cases["w2416"] = mixed(W2416(2.91), 32, 1024)
     cases["w4ax"] = whole(W4AX(32), 24, 320)
+    cases["w4ax asymmetric"] = whole(W4AX(32, False), 24, 320)
+    cases["w4ax fmpq"] = whole(W4AX(64, True, "fmpq", 0.5, True), 24, 320)
+    cases["w4ax fmpq plain"] = whole(W4AX(32, False, "fmpq", 0.5, False), 24, 320)
     cases["canonical bfloat16"] = canonical(W4A16(), 8, 256, torch.bfloat16)
     cases["canonical g_idx"] = canonical(W4A16(4, 32, has_g_idx=True), 8, 96)
     for symmetric in (True, False):

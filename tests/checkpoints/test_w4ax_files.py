@@ -3,6 +3,7 @@ of another shape or with impossible values, which is refused by name."""
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from billfish.schemes.registry import quantizer
 from billfish.schemes.w4ax import W4AX
 
 SCHEME = W4AX(32)
+MIXED = W4AX(32, False, "fmpq", 0.5, True)
 LAYER = "model.layers.0.mlp.down_proj"
 
 
@@ -34,9 +36,16 @@ def checkpoint(tmp_path_factory, source):
     return out
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, source):
+    out = tmp_path_factory.mktemp("fmpq") / "out"
+    quantize(request(source, out, "sample", scheme=MIXED))
+    return out
+
+
 def test_it_is_read_shown_and_run(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
-    assert config["schemes"] == {"0": {"name": "w4ax", "group_size": 32, "activations": "a8"}}
+    assert config["schemes"] == {"0": {"name": "w4ax", **asdict(SCHEME)}}
     found = inspect(checkpoint)
     assert found["dialect"] == "billfish" and found["packed_linears"] == 14
     assert verify(checkpoint)["ok"]
@@ -44,6 +53,59 @@ def test_it_is_read_shown_and_run(checkpoint):
     layer = model.get_submodule(LAYER)
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
     assert torch.equal(layer(x), SCHEME.reference(layer.tensors(), x).float())
+
+
+def test_a_config_without_younger_parameters_is_read(tmp_path, checkpoint):
+    path = shutil.copytree(checkpoint, tmp_path / "older") / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("symmetric", "a4_share", "rotation"):
+        del config["quantization_config"]["schemes"]["0"][name]
+    path.write_text(json.dumps(config))
+    assert load(path.parent)[0].get_submodule(LAYER).scheme == SCHEME
+
+
+def test_an_fmpq_file_is_read_shown_and_run(mixed):
+    found = inspect(mixed)
+    assert found["packed_linears"] == 14 and verify(mixed)["ok"]
+    assert found["bytes"]["zeros"] > 0
+    model, _ = load(mixed)
+    for path in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        layer = model.model.layers[1].get_submodule(path)
+        x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+        tensors = layer.tensors()
+        assert torch.equal(layer(x), MIXED.reference(tensors, x).float())
+        bits, blocks = tensors["input_bits"], layer.in_features // 32
+        assert (bits == 4).sum() == blocks // 2 and (bits == 8).sum() == blocks // 2
+
+
+def test_linears_of_one_input_share_its_order_and_downs_is_folded(mixed):
+    for layer in load(mixed)[0].model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        orders = {
+            name: part.tensors()["input_order"].tolist()
+            for block in (attention, mlp)
+            for name, part in block.named_children()
+            if name.endswith("proj")
+        }
+        assert orders["q_proj"] == orders["k_proj"] == orders["v_proj"] != sorted(orders["q_proj"])
+        assert orders["gate_proj"] == orders["up_proj"] != sorted(orders["up_proj"])
+        assert orders["o_proj"] != sorted(orders["o_proj"])
+        assert orders["down_proj"] == list(range(128))
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_orders_leave_the_model_as_it_is(tmp_path, source, compute):
+    """With 8 bits everywhere it is as near to the original as without orders."""
+    ids = torch.randint(2, 100, (2, 48), generator=torch.Generator().manual_seed(0))
+    exact = load(source)[0](ids).logits.float()
+
+    def error(scheme):
+        out = tmp_path / scheme.activations
+        dtype = getattr(torch, compute)
+        quantize(request(source, out, "sample", scheme=scheme, dtype=dtype, nsamples=64))
+        return float((load(out)[0](ids).logits.float() - exact).norm() / exact.norm())
+
+    assert error(W4AX(32, True, "fmpq", 0.0, False)) < 1.1 * error(SCHEME) < 0.6
 
 
 def test_channel_factors_are_folded_into_norms_and_up(tmp_path, source, monkeypatch):
@@ -84,7 +146,13 @@ def test_channel_factors_are_folded_into_norms_and_up(tmp_path, source, monkeypa
         ({"group_size": 48}, "power of 2"),
         ({"group_size": "32"}, "group size 32"),
         ({"group_size": True}, "group size True"),
-        ({"activations": "a4"}, "known are a8"),
+        ({"activations": "a4"}, "known are a8, fmpq"),
+        ({"activations": "fmpq"}, "input_order is missing"),
+        ({"symmetric": False}, "group_zero is missing"),
+        ({"symmetric": "no"}, "do not fit"),
+        ({"a4_share": 0.5}, "belong to activations fmpq"),
+        ({"a4_share": "half"}, "a4_share 'half'"),
+        ({"rotation": 1}, "belong to activations fmpq"),
         ({"activations": 8}, "known are a8"),
         ({"activations": None}, "known are a8"),
         ({"bits": 4}, "do not fit"),
@@ -104,8 +172,11 @@ def test_a_config_of_other_parameters_is_refused(tmp_path, checkpoint, change, s
 HOSTILE = {
     "group_scale": lambda t: t.fill_(-1),
     "weight_scale": lambda t: t.fill_(torch.nan),
+    "group_zero": lambda t: t.fill_(0),
+    "input_order": lambda t: t.fill_(5),
+    "input_bits": lambda t: t.fill_(6),
 }
-NAMES = tuple(SCHEME.tensors(64, 128, torch.bfloat16))
+NAMES = tuple(MIXED.tensors(64, 128, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -115,14 +186,14 @@ NAMES = tuple(SCHEME.tensors(64, 128, torch.bfloat16))
         *((name, "hostile") for name in HOSTILE),
     ],
 )
-def test_damage_is_refused_by_name(tmp_path, checkpoint, name, how):
-    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+def test_damage_is_refused_by_name(tmp_path, mixed, name, how):
+    broken = shutil.copytree(mixed, tmp_path / "broken")
     file = next(path for path in broken.glob("*.safetensors") if LAYER in str(load_file(path)))
     tensors, key = load_file(file), f"{LAYER}.{name}"
     if how == "missing":
         del tensors[key]
     elif how == "short":
-        tensors[key] = tensors[key][:, :-1].contiguous()
+        tensors[key] = tensors[key][..., :-1].contiguous()
     else:
         HOSTILE[name](tensors[key])
     save_file(tensors, file, metadata={"format": "pt"})

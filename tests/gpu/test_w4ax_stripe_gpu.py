@@ -7,10 +7,9 @@ from test_w4ax_mixed_gpu import exactly, layer_of, same
 from torch.nn.functional import silu
 
 from billfish.kernels import cache
-from billfish.schemes.w4ax.cuda.inputs import TENSORS
 from billfish.schemes.w4ax.cuda.op import CudaOp
 from billfish.schemes.w4ax.cuda.stripe_op import StripeOp
-from billfish.schemes.w4ax.scheme import W4AX
+from billfish.schemes.w4ax.scheme import SHARED, W4AX
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_here")]
 
@@ -98,7 +97,7 @@ def test_joined_and_gated(scheme, dtype):
     k = 1024
     parts = [layer_of(scheme, n, k, dtype)[0] for n in (512, 128, 136)]
     for part in parts:
-        part.update({name: parts[0][name] for name in TENSORS if name in part})
+        part.update({name: parts[0][name] for name in SHARED if name in part})
     x = layer_of(scheme, 8, k, dtype)[1]
     ops = [StripeOp(scheme, tensors) for tensors in parts]
     exact = [exactly(scheme, tensors, x) for tensors in parts]

@@ -20,7 +20,7 @@ from billfish.schemes.w4ax.cuda import arrange, stripe
 from billfish.schemes.w4ax.cuda.blocks import Blocks
 from billfish.schemes.w4ax.cuda.plan import RUN
 from billfish.schemes.w4ax.cuda.stripe import Mix, stripe_programs
-from billfish.schemes.w4ax.scheme import W4AX
+from billfish.schemes.w4ax.scheme import SHARED, W4AX
 
 HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -304,9 +304,8 @@ def test_gated_products(dtype, m, compiled):
     n, scheme = 72, fmpq(64, 0.5)
     plain, x, _ = layer(scheme, 2 * n, 640, dtype, m)
     rows = order(2 * n, RUN)
-    shared = ("input_order", "input_bits")
     mixed = {
-        name: tensor if name in shared else tensor[rows] for name, tensor in plain.tensors.items()
+        name: tensor if name in SHARED else tensor[rows] for name, tensor in plain.tensors.items()
     }
     made, exact = Layer(scheme, mixed), oracle(plain, x)
     y, both = (made.product(compiled, x, None, 2, 4, gated=g) for g in (True, False))

@@ -212,6 +212,8 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         # an order of inputs that all have is there once (w2416, w4ax)
         columns = getattr(getattr(whole, "packed", None), "columns", None)
         shared = [] if columns is None else [columns]
+        inputs = getattr(getattr(whole, "packed", None), "inputs", None) or ()
+        shared += [each for each in inputs if isinstance(each, torch.Tensor)]
         shared += [t for name, t in getattr(whole, "rest", {}).items() if name in SHARED]
         twice = sum(tensor.nbytes for tensor in shared) * (len(parts) - 1)
         assert type(whole) is op and whole.nbytes() == before - twice

@@ -22,7 +22,7 @@ MOST_Q = 16
 # numbers of 7, 8, 8.5 and 9 steps: .0056, .0045, .0043, .0045; unrotated 7, 8, 9: .0096, .0079,
 # .0078.
 REACH = 2 / 17
-PORTION = {"cpu": 2**11, "cuda": 2**24}  # blocks at once: on a CPU, temporaries that stay in L2
+PORTION = 2**11  # blocks at once on a CPU: temporaries that stay in L2
 
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,9 +41,10 @@ def hadamard(z: Tensor) -> Tensor:
     B in Sylvester's order, which is its own inverse. Butterflies in a fixed order, so that every
     device gets the same bits; fp32."""
     size, factor = z.shape[-1], torch.full((), z.shape[-1] ** -0.5, device=z.device)
+    portion = PORTION if z.device.type == "cpu" else max(1, z.numel() // size)
     pieces = [
         _butterflies(some.T.contiguous()).T * factor
-        for some in z.float().reshape(-1, size).split(PORTION[z.device.type])
+        for some in z.float().reshape(-1, size).split(portion)
     ]
     return torch.cat(pieces).view(z.shape)
 
@@ -57,9 +58,13 @@ def _butterflies(z: Tensor) -> Tensor:
     return z
 
 
+def _blocks(z: Tensor, bits: Tensor) -> Tensor:  # (..., k) -> (..., k / B, B)
+    return z.reshape(*z.shape[:-1], len(bits), z.shape[-1] // len(bits))
+
+
 def rotated(z: Tensor, bits: Tensor) -> Tensor:
     """(..., k) -> fp32: 4-bit blocks times the Hadamard matrix, on either side of a product."""
-    blocks = z.float().unflatten(-1, (len(bits), z.shape[-1] // len(bits)))
+    blocks = _blocks(z.float(), bits)
     few = (bits == 4)[:, None].expand(blocks.shape[-2:])
     return torch.where(few, hadamard(blocks), blocks).reshape(z.shape)
 
@@ -67,8 +72,7 @@ def rotated(z: Tensor, bits: Tensor) -> Tensor:
 def round_blocks(z: Tensor, bits: Tensor, rotation: bool) -> tuple[Tensor, Tensor]:
     """(..., k) of any dtype in stored order and uint8 (k / B), 4 or 8 for each block of B inputs ->
     int8 (..., k) and s, fp32 (..., 1)."""
-    blocks = rotated(z, bits) if rotation else z.float()
-    blocks = blocks.unflatten(-1, (len(bits), z.shape[-1] // len(bits)))
+    blocks = _blocks(rotated(z, bits) if rotation else z.float(), bits)
     few = (bits == 4)[:, None]
     largest = blocks.abs().amax(-1, keepdim=True)  # (..., k / B, 1)
     up = torch.full_like(largest, TOP / TOP_4)

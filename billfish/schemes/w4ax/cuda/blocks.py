@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from billfish.formats.layout import compressed_tensors
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4ax.cuda.inputs import TENSORS
+from billfish.schemes.w4ax.scheme import NIBBLES, SHARED
 
-NIBBLES = compressed_tensors(4)
 PER_GROUP = ("group_scale", "group_zero")
 
 
@@ -32,7 +30,7 @@ class Blocks:
 
     @classmethod
     def of(cls, group_size: int, size: int, tensors: Tensors) -> "Blocks":
-        stored = {name: tensors[name].clone() for name in TENSORS}
+        stored = {name: tensors[name].clone() for name in SHARED}
         bits = stored["input_bits"]
         places = torch.argsort(bits, stable=True)
         order = stored["input_order"].view(-1, size)[places].flatten()

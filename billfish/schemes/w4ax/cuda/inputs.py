@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from billfish.schemes.base import Tensors
+from billfish.schemes.w4ax.scheme import SHARED
 
 MOST_ORDERED = 2**16  # inputs of fmpq: two bytes name one
-TENSORS = ("input_order", "input_bits")  # canonical ones, the same for every row
 TAKES = "w4ax"  # what a8 layers multiply
 
 
@@ -23,9 +23,9 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors, rotated: bool) -> Self | None:
         """None for a8."""
-        if TENSORS[0] not in tensors:
+        if SHARED[0] not in tensors:
             return None
-        order, bits = (tensors[name] for name in TENSORS)
+        order, bits = (tensors[name] for name in SHARED)
         plain = torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device))
         return cls(None if plain else order.to(torch.int16), bits.clone(), rotated)
 
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
             order = torch.arange(k, dtype=torch.int32, device=self.bits.device)
         else:
             order = self.order.int() & MOST_ORDERED - 1
-        return dict(zip(TENSORS, (order, self.bits.clone()), strict=True))
+        return dict(zip(SHARED, (order, self.bits.clone()), strict=True))
 
     def takes(self) -> str:
         """A name: layers with the same one round an input alike."""

@@ -19,10 +19,11 @@ from billfish.kernels.jit import Program
 from billfish.schemes.base import Op, Tensors, watched
 from billfish.schemes.gated import Gated, order
 from billfish.schemes.w4ax.cuda import arrange
-from billfish.schemes.w4ax.cuda.inputs import MOST_ORDERED, TAKES, TENSORS, Rounded
+from billfish.schemes.w4ax.cuda.inputs import MOST_ORDERED, TAKES, Rounded
 from billfish.schemes.w4ax.cuda.instances import programs
 from billfish.schemes.w4ax.cuda.plan import RUN, multiply, operator, plan
 from billfish.schemes.w4ax.cuda.rounding import normalized, rounded, rounding
+from billfish.schemes.w4ax.scheme import SHARED
 
 
 class Grouped(Protocol):
@@ -136,7 +137,7 @@ class CudaOp(Op):
 
     def rows(self, which: Tensor) -> dict[str, Tensor]:
         return {
-            name: tensor if name in TENSORS else tensor[which]
+            name: tensor if name in SHARED else tensor[which]
             for name, tensor in self.canonical().items()
         }
 
@@ -165,7 +166,7 @@ class CudaOp(Op):
         tensors = [op.canonical() for op in ops]
         rows = order(sum(sizes), RUN).to(ops[0].device)
         both = {
-            name: tensor if name in TENSORS else torch.cat([each[name] for each in tensors])[rows]
+            name: tensor if name in SHARED else torch.cat([each[name] for each in tensors])[rows]
             for name, tensor in tensors[0].items()
         }
         return Gated.of(cls(ops[0].scheme, both), sizes)
