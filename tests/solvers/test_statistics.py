@@ -116,3 +116,17 @@ def test_output_energy_is_the_mean_squared_output():
     assert tuple(energy.shape) == (5, 2)
     assert torch.allclose(energy.double(), torch.stack([lost, total], dim=1), rtol=1e-4)
     assert torch.equal(output_energy(weight, weight, statistics.hessian)[:, 0], torch.zeros(5))
+
+
+def test_transformed_statistics_are_those_of_transformed_inputs():
+    """Hessian and drift of T x, for a T that is neither symmetric nor orthogonal."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 12, generator=generator) for _ in range(2))
+    turn = torch.randn(12, 12, generator=generator)
+    found, wanted = Statistics(12), Statistics(12)
+    found.add(x, y)
+    wanted.add(x @ turn.T, y @ turn.T)
+    made = found.transformed(lambda rows: rows @ turn.T)
+    torch.testing.assert_close(made.hessian, wanted.hessian, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.drift, wanted.drift, rtol=1e-4, atol=1e-4)
+    assert made.tokens == 64

@@ -44,7 +44,7 @@ def hadamard(z: Tensor) -> Tensor:
     portion = PORTION if z.device.type == "cpu" else max(1, z.numel() // size)
     pieces = [
         _butterflies(some.T.contiguous()).T * factor
-        for some in z.float().reshape(-1, size).split(portion)
+        for some in torch.split(z.float().reshape(-1, size), portion)
     ]
     return torch.cat(pieces).view(z.shape)
 
