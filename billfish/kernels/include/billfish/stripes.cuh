@@ -79,13 +79,13 @@ struct CostStripes {
 // Records of a stage, [slice][band], 16 bytes a thread and instruction. Weights are read once: evict
 // first, so that x stays in L2 (MARLIN 3.4).
 template <int kRecordBytes, int kBands>
-struct RecordCopier {
+struct StageRecords {
     static constexpr int kTail = kRecordBytes / 16 - kStripeThreads;  // scales and zeros
     static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
     u64 policy;
     u32 tail_from, tail_to, band_bytes;
 
-    BILLFISH_DEVICE RecordCopier(u64 policy, int k_tiles)
+    BILLFISH_DEVICE StageRecords(u64 policy, int k_tiles)
         : policy(policy), band_bytes(k_tiles * kRecordBytes) {
         const int thread = threadIdx.x;
         const int record = thread / kTail;  // whose tail this thread copies, if below kStageRecords

@@ -37,7 +37,7 @@ struct StageCopier {
 
     const unsigned char* from;  // the stage's first record, and this thread's 16 bytes in it
     const u16* x;               // this thread's chunk of column 0
-    RecordCopier<Stage::kRecordBytes, kBands> records;
+    StageRecords<Stage::kRecordBytes, kBands> records;
     u32 to, ring, x_offset;
     int left, slice, bands, k_tiles, x_tiles, x_columns, row, m, x_k;
 

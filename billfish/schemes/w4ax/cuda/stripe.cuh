@@ -42,7 +42,7 @@ struct AxCopier {
     using Stage = AxStripeStage<kGroup, kAsymmetric, kTokens, kBands>;
     static constexpr int kRows = kStripeThreads / 8;  // of x at once, 8 chunks each
 
-    RecordCopier<Stage::kRecordBytes, kBands> records;
+    StageRecords<Stage::kRecordBytes, kBands> records;
     const unsigned char *from, *x;  // the stage's first record, and this thread's 16 bytes in it
     u32 to, ring, x_offset;
     int left, slice, bands, m_tile, m_tiles, k_tiles, m, fours;
