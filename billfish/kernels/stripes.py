@@ -13,6 +13,14 @@ from dataclasses import dataclass
 from billfish.kernels.clusters import BAND
 
 MOST_STAGES = 4  # MARLIN 3.4
+# Of kernels whose warps all copy and multiply:
+THREADS = 256
+STAGE_RECORDS = 4  # two of the eight warps multiply each
+MOST_SMEM = 99 * 1024  # of a CTA on sm_86 and sm_89
+
+
+def ring_stages(stage_bytes: int) -> int:
+    return min(MOST_STAGES, MOST_SMEM // stage_bytes)
 
 
 @dataclass(frozen=True)
@@ -90,3 +98,43 @@ class Stripes:
     def lock_bytes(self) -> int:
         """32 bits for each CTA, zero before the first launch; every launch leaves zeros."""
         return self.blocks * 4
+
+
+@dataclass(frozen=True)
+class CostStripes(Stripes):
+    """Stripes of equal cost, where sums are exact and any partition is right: of each tile's halves
+    of slices the first `light` cost 1, the others `heavy`. Tiles of the same outputs and other
+    tokens follow one another."""
+
+    m_tiles: int
+    light: int
+    heavy: int
+
+    def __post_init__(self) -> None:
+        assert self.bands in (2, 4), self.bands
+        assert min(self.n, self.k_tiles, self.sms, self.m_tiles, self.heavy) >= 1, self
+        assert 0 <= self.light <= 2 * self.k_tiles, self
+        assert self.units < 2**32, "the kernel counts units in 32 bits, costs in 64"
+
+    @property
+    def tiles(self) -> int:
+        return super().tiles * self.m_tiles
+
+    def cost(self, halves: int) -> int:
+        """Of the first halves of slices of a tile."""
+        return halves if halves <= self.light else self.light + (halves - self.light) * self.heavy
+
+    @property
+    def tile_cost(self) -> int:
+        return self.cost(2 * self.k_tiles)
+
+    def begin(self, stripe: int) -> int:
+        at = self.tiles * self.tile_cost * stripe // self.blocks
+        tile, rest = divmod(at, self.tile_cost)
+        half = rest if rest < self.light else self.light + (rest - self.light) // self.heavy
+        return tile * self.k_tiles + half // 2
+
+    def owner(self, unit: int) -> int:
+        tile, slice_ = divmod(unit, self.k_tiles)
+        end = tile * self.tile_cost + self.cost(2 * slice_ + 2)
+        return (end * self.blocks - 1) // (self.tiles * self.tile_cost)

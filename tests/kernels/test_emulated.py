@@ -17,10 +17,9 @@ from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
 
 import billfish
-from billfish.kernels import tiles
+from billfish.kernels import stripes, tiles
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
-from billfish.kernels.stripes import Stripes
 from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cuda import arrange, stripe, tile
@@ -31,7 +30,7 @@ HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
 INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
-THREADS = {"decode": tile.THREADS, "stripe": stripe.THREADS, "batch": tiles.THREADS}
+THREADS = {"decode": tile.THREADS, "stripe": stripes.THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 pytestmark = needs_compiler
@@ -115,7 +114,7 @@ def product(
     else:
         tokens = min(each for each in stripe.BANDS if each >= m)
         bands, stages = stripe.BANDS[tokens], 0
-        blocks = Stripes(n, k_tiles, bands, sms).blocks
+        blocks = stripes.Stripes(n, k_tiles, bands, sms).blocks
         smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]

@@ -17,12 +17,13 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, norm, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda import plan, stripe, tile
+from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w4ax.cuda import arrange as ax_arrange
 from billfish.schemes.w4ax.cuda import rounding as ax
+from billfish.schemes.w4ax.cuda import stripe as ax_stripe
 from billfish.schemes.w2416.cuda import arrange as mixed_arrange
 from billfish.schemes.w2416.cuda import batch as mixed_batches
 from billfish.schemes.w2416.cuda import outliers
@@ -169,10 +170,25 @@ def read():
     yield "kReadBlock", timing.READ_BLOCK
 
 
-def stripes():
-    yield "kStripeThreads", stripe.THREADS
-    yield "kStageRecords", stripe.STAGE_RECORDS
-    yield "kMostSmem", stripe.MOST_SMEM
+def striped():
+    yield "kStripeThreads", stripes.THREADS
+    yield "kStageRecords", stripes.STAGE_RECORDS
+    yield "kMostSmem", stripes.MOST_SMEM
+
+
+def ax_stripes():
+    yield from striped()
+    sizes = itertools.product(ax_stripe.BANDS.items(), (32, 64, 128), (0, 1))
+    for (tokens, bands), group, zeros in sizes:
+        stage = f"AxStripeStage<{group}, {zeros}, {tokens}, {bands}>"
+        record = 4096 + 64 * (128 // group) * (1 + zeros)
+        yield f"{stage}::kBytes", ax_stripe.stage_bytes(tokens, record)
+        yield f"{stage}::kStages * {stage}::kBytes", ax_stripe.smem_bytes(tokens, record)
+
+
+def ax_quant():
+    yield "kMostQuantWarps * 32", ax_stripe.QUANT_THREADS
+    yield "kMostQuantWarps * 8", ax_stripe.QUANT_SMEM
 
 
 def ax_rounding():
@@ -195,7 +211,9 @@ MIRRORED = {
     W4A16 / "decode.cuh": decode,
     W4A16 / "batch.cuh": batches,
     W4A16 / "panel.cuh": panel,
-    W4A16 / "stripe.cuh": stripes,
+    W4A16 / "stripe.cuh": striped,
+    W4AX / "stripe.cuh": ax_stripes,
+    W4AX / "stripe_quant.cuh": ax_quant,
     W2416 / "decode.cuh": mixed,
     W2416 / "panel.cuh": mixed_panel,
     W2416 / "batch.cuh": mixed_batch,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from billfish.kernels import jit
 from billfish.kernels.jit import Program
-from billfish.kernels.stripes import Part, Stripes
+from billfish.kernels.stripes import MOST_SMEM, CostStripes, Part, Stripes
 from billfish.schemes.w4a16.cuda import stripe as source
-from billfish.schemes.w4a16.cuda.stripe import MOST_SMEM, smem_bytes, stage_bytes, stages
+from billfish.schemes.w4a16.cuda.stripe import smem_bytes, stage_bytes, stages
 
 CUH = Path(source.__file__).with_suffix(".cuh")
 CUTS = [*source.BANDS.items(), (8, 4), (16, 4)]  # tokens, bands
@@ -21,6 +21,18 @@ SHAPES = st.builds(
     k_tiles=st.integers(1, 40),
     bands=st.sampled_from([2, 4]),
     sms=st.integers(1, 40),
+)
+COSTS = st.integers(1, 40).flatmap(
+    lambda k_tiles: st.builds(
+        CostStripes,
+        n=st.integers(1, 1500),
+        k_tiles=st.just(k_tiles),
+        bands=st.sampled_from([2, 4]),
+        sms=st.integers(1, 40),
+        m_tiles=st.integers(1, 4),
+        light=st.integers(0, 2 * k_tiles),
+        heavy=st.sampled_from([1, 2]),
+    )
 )
 
 
@@ -90,7 +102,47 @@ def test_every_unit_has_one_stripe(how):
         assert {how.owner(unit) for unit in range(ends[i], ends[i + 1])} == {i}
 
 
+# -- stripes of equal cost
+
+
+def test_heavy_slices_count_twice():
+    """COMET 4.4: 8 slices of 4 bits are as long as 4 of 8 bits."""
+    how = CostStripes(n=128, k_tiles=12, bands=2, sms=3, m_tiles=1, light=16, heavy=2)
+    assert (how.tiles, how.units, how.tile_cost, how.blocks) == (1, 12, 32, 3)
+    assert [how.begin(i) for i in range(4)] == [0, 5, 9, 12]
+    assert [how.owner(unit) for unit in range(12)] == [0] * 5 + [1] * 4 + [2] * 3
+    assert list(how.parts(1)) == [Part(0, 5, 9, first=0, turn=1, writes=False)]
+    tokens = CostStripes(n=129, k_tiles=2, bands=2, sms=9, m_tiles=3, light=3, heavy=2)
+    assert (tokens.tiles, tokens.units, tokens.tile_cost, tokens.blocks) == (6, 12, 5, 6)
+    assert [tokens.begin(i) for i in range(7)] == [0, 2, 4, 6, 8, 10, 12]
+
+
 @given(how=SHAPES)
+def test_equal_costs_are_equal_stripes(how):
+    for heavy, light in ((1, 0), (1, how.k_tiles), (2, 0), (2, 2 * how.k_tiles)):
+        same = CostStripes(how.n, how.k_tiles, how.bands, how.sms, 1, light, heavy)
+        assert (same.tiles, same.units, same.blocks) == (how.tiles, how.units, how.blocks)
+        assert all(same.begin(i) == how.begin(i) for i in range(how.blocks + 1))
+        assert all(same.owner(i) == how.owner(i) for i in range(how.units))
+
+
+@given(how=COSTS)
+def test_every_unit_has_one_stripe_of_equal_cost(how):
+    def before(unit):
+        tile, piece = divmod(unit, how.k_tiles)
+        halves = [1 if i < how.light else how.heavy for i in range(2 * how.k_tiles)]
+        return tile * sum(halves) + sum(halves[: 2 * piece])
+
+    ends = [how.begin(i) for i in range(how.blocks + 1)]
+    assert ends[0] == 0 and ends[-1] == how.units
+    fair = before(how.units) / how.blocks
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        assert begin < end
+        assert {how.owner(unit) for unit in range(begin, end)} == {i}
+        assert abs(before(end) - before(begin) - fair) < 2 * how.heavy + 1  # less than a slice
+
+
+@given(how=SHAPES | COSTS)
 def test_a_place_in_the_workspace_has_one_tile(how):
     tiles = {}
     for i in range(how.blocks):
@@ -169,7 +221,7 @@ def run(gpu, pick, resident):
 
 
 @settings(deadline=None)
-@given(how=SHAPES, random=st.randoms(use_true_random=False), fewer=st.integers(0, 40))
+@given(how=SHAPES | COSTS, random=st.randoms(use_true_random=False), fewer=st.integers(0, 40))
 def test_any_schedule_gives_the_same_sums(how, random, fewer):
     gpu = Gpu(how)
     expected = gpu.expected()

@@ -332,7 +332,7 @@ MISTAKES = [
     ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
-    ("decode", r"x_at \^ k64 \* 64", "x_at"),
+    ("decode: bytes", r"x_at \^ k64 \* 64", "x_at"),
     ("decode", r"half \* 2 \+ brick, lane", "half * 2, lane"),
     ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
     ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),

@@ -88,6 +88,7 @@ struct Barrier {
 struct Warp {
     float a[16][16], b[16][8];
     int bytes_a[16][32], bytes_b[32][8];
+    int nibbles_a[16][64], nibbles_b[64][8];
     u32 rows[32];
     Gate gate;
 };

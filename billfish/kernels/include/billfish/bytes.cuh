@@ -86,6 +86,38 @@ struct AxGrain {
     }
 };
 
+// acc (32 outputs x kTokens) += weights (32 outputs x the k64-th 64 inputs of a record) * x^T, as
+// bytes. `words_at`: of the warp's first 16 outputs and of this lane; `x_at`: chunk lane / 8
+// of token lane % 8, a line of 128 bytes, swizzled.
+template <int kTokens, int kGroup, bool kAsymmetric>
+BILLFISH_DEVICE void multiply_bytes(u32 words_at, u32 x_at, int k64,
+                                    const AxScales<kGroup, kAsymmetric> (&scales)[2],
+                                    AxGrain (&grain)[2], u32 (&acc)[2][kTokens / 8][4]) {
+    u32 b[kTokens / 8][4];  // of each 8 tokens, 16 inputs a register
+#pragma unroll
+    for (int block = 0; block < kTokens / 8; ++block)
+        load_matrices(b[block], (x_at ^ k64 * 64) + block * 8 * kXLine);
+#pragma unroll
+    for (int brick = 0; brick < 2; ++brick) {
+        const uint4 v = load_smem_16(words_at + (k64 * 4 + brick) * kBrickBytes);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        u32 a[2][4];
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const int k = k64 * 64 + step * 16, group = k / kGroup;
+            if (k % kGroup == 0) grain[brick].set(scales[brick], group);
+            u32(&fragment)[4] = a[step / 2];
+            grain[brick].decode(words[step], fragment[step % 2 * 2], fragment[step % 2 * 2 + 1]);
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block)
+                mma_bytes(acc[brick][block], a[step], b[block][step * 2], b[block][step * 2 + 1]);
+        }
+    }
+}
+
 // y of a sum, with what w4ax_quant says of its token: {scale, 128 times the sum of its bytes}. No
 // multiply-add with the bias that follows: every kernel gives the same bits.
 BILLFISH_DEVICE float scaled(u32 sum, u32 scale, u32 excess, float base) {

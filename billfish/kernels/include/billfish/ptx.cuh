@@ -112,6 +112,11 @@ BILLFISH_DEVICE void store_smem_16(u32 address, const float (&v)[4]) {
                  "f"(v[2]), "f"(v[3]) : "memory");
 }
 
+BILLFISH_DEVICE void store_smem_16(u32 address, const u32 (&v)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3]) : "memory");
+}
+
 // The reverse, each matrix transposed: lane l gives the address of column l % 8 of matrix l / 8 (16
 // bytes) and holds, of each, two neighbours of row l / 4.
 BILLFISH_DEVICE void store_matrices_turned(u32 address, const u32 (&v)[4]) {

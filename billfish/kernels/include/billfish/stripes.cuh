@@ -2,7 +2,7 @@
 // computes, how sums of a tile are added, and how they are stored. Main loops are their kernels'
 // own; kernels/stripes.py has the same arithmetic.
 //
-// Beside the operands, for gridDim.x blocks: workspace, fp32 [blocks][outputs * tokens of a tile],
+// Beside the operands, for gridDim.x blocks: workspace, 32 bits [blocks][outputs * tokens of a tile],
 // and locks, u32 [blocks], zero before and after every launch. Launches that may run side by side
 // must not share them.
 #pragma once
@@ -10,6 +10,16 @@
 #include "billfish/mma.cuh"
 
 namespace billfish {
+
+// Of kernels whose warps all copy and multiply.
+constexpr int kStripeThreads = 256;
+constexpr int kStageRecords = 4;      // two of the 8 warps work on each
+constexpr int kMostSmem = 99 * 1024;  // what a block of sm_86 and sm_89 can ask for
+
+// MARLIN's pipeline is 4 deep, where so many stages fit.
+constexpr BILLFISH_DEVICE int ring_stages(int stage_bytes) {
+    return kMostSmem / stage_bytes < 4 ? kMostSmem / stage_bytes : 4;
+}
 
 // MARLIN 3.4's striped partitioning. A unit is one slice (the inputs of one record) of one tile
 // (some bands of 64 outputs). Units are numbered down one tile after the other, and every stripe,
@@ -43,13 +53,74 @@ struct Stripes {
     BILLFISH_DEVICE u32 owner(u32 unit) const { return ((unit + 1) * count - 1) / units; }
 };
 
+// The same where slices do not cost the same and sums are exact, so that any partition is right: of
+// a tile's halves of slices (64 inputs) the first `light` cost 1, the others `heavy` (COMET 4.4's
+// remapping). A stripe begins with the slice in which its share of the cost begins.
+struct CostStripes {
+    u32 k_tiles, light, heavy, cost, count;  // cost of a tile
+    u64 total;
+    BILLFISH_DEVICE CostStripes(u32 tiles, u32 k_tiles, u32 light, u32 heavy, u32 blocks)
+        : k_tiles(k_tiles), light(light), heavy(heavy),
+          cost(light + (2 * k_tiles - light) * heavy), count(min(tiles * k_tiles, blocks)),
+          total(static_cast<u64>(tiles) * cost) {}
+    BILLFISH_DEVICE u32 begin(u32 stripe) const {
+        const u64 at = total * stripe / count;
+        const u32 tile = at / cost, rest = at - static_cast<u64>(tile) * cost;
+        const u32 half = rest < light ? rest : light + (rest - light) / heavy;
+        return tile * k_tiles + half / 2;
+    }
+    BILLFISH_DEVICE u32 owner(u32 unit) const {
+        const u32 tile = unit / k_tiles, end = (unit - tile * k_tiles + 1) * 2;
+        const u64 before = end <= light ? end : light + (end - light) * heavy;
+        return ((static_cast<u64>(tile) * cost + before) * count - 1) / total;
+    }
+};
+
+// Records of a stage, [slice][band], 16 bytes a thread and instruction. Weights are read once: evict
+// first, so that x stays in L2 (MARLIN 3.4).
+template <int kRecordBytes, int kBands>
+struct StageRecords {
+    static constexpr int kTail = kRecordBytes / 16 - kStripeThreads;  // scales and zeros
+    static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
+    u64 policy;
+    u32 tail_from, tail_to, band_bytes;
+
+    BILLFISH_DEVICE StageRecords(u64 policy, int k_tiles)
+        : policy(policy), band_bytes(k_tiles * kRecordBytes) {
+        const int thread = threadIdx.x;
+        const int record = thread / kTail;  // whose tail this thread copies, if below kStageRecords
+        const u32 part = (kStripeThreads + thread % kTail) * 16;
+        tail_from = record % kBands * band_bytes + record / kBands * kRecordBytes + part -
+                    thread * 16;
+        tail_to = record * kRecordBytes + part;
+    }
+    // `from`: the stage's first record, and this thread's 16 bytes in it.
+    BILLFISH_DEVICE void copy(u32 to, const unsigned char* from, int bands, int slices) const {
+#pragma unroll
+        for (int record = 0; record < kStageRecords; ++record) {
+            if (has(record, bands, slices))
+                copy_async_16(to + record * kRecordBytes + threadIdx.x * 16,
+                              from + record % kBands * band_bytes + record / kBands * kRecordBytes,
+                              policy);
+        }
+        if (threadIdx.x < kStageRecords * kTail && has(threadIdx.x / kTail, bands, slices))
+            copy_async_16(to + tail_to, from + tail_from, policy);
+    }
+    static BILLFISH_DEVICE bool has(int record, int bands, int slices) {
+        return record % kBands < bands && record / kBands < slices;
+    }
+};
+
 // Below, acc is a warp's sums of 32 outputs, [brick][8 tokens][mma's four]. kOwners threads hold a
-// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of them.
+// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of them. V: float, or u32.
 
 // Adds the sums of `sub` 1 to those of `sub` 0 through shared memory at `room`, which nobody may
 // still read.
-template <int kOwners, int kBlocks, class Sync>
-BILLFISH_DEVICE void add_odd_slices(float (&acc)[2][kBlocks][4], u32 room, int thread, int sub,
+BILLFISH_DEVICE void add_bits(float& sum, u32 bits) { sum += __uint_as_float(bits); }
+BILLFISH_DEVICE void add_bits(u32& sum, u32 bits) { sum += bits; }
+
+template <int kOwners, int kBlocks, class V, class Sync>
+BILLFISH_DEVICE void add_odd_slices(V (&acc)[2][kBlocks][4], u32 room, int thread, int sub,
                                     Sync sync) {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -60,11 +131,11 @@ BILLFISH_DEVICE void add_odd_slices(float (&acc)[2][kBlocks][4], u32 room, int t
     sync();
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
-        float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
+        V(&sum)[4] = acc[i / kBlocks][i % kBlocks];
         if (sub == 1) continue;
         const uint4 odd = load_smem_16(room + (i * kOwners + thread) * 16);
-        sum[0] += __uint_as_float(odd.x), sum[1] += __uint_as_float(odd.y);
-        sum[2] += __uint_as_float(odd.z), sum[3] += __uint_as_float(odd.w);
+        add_bits(sum[0], odd.x), add_bits(sum[1], odd.y);
+        add_bits(sum[2], odd.z), add_bits(sum[3], odd.w);
     }
 }
 
@@ -74,21 +145,22 @@ BILLFISH_DEVICE void add_odd_slices(float (&acc)[2][kBlocks][4], u32 room, int t
 //
 // Release and acquire by one thread, with a barrier on their inner side, order the sums of all
 // threads (both are cumulative). A thread of `sub` 0 adds the sums of the same thread.
-template <int kOwners, int kBlocks>
+template <int kOwners, int kBlocks, class V = float>
 struct Turn {
     static constexpr int kQuads = 2 * kBlocks;
     u32 first, turn, stripe;  // the stripe with the first unit; those that add before; this one
     u32* locks;
-    float4* sums;
+    V* sums;
 
-    BILLFISH_DEVICE Turn(const Stripes& stripes, u32 stripe, u32 end, int k_tiles, float* workspace,
+    template <class Partition>
+    BILLFISH_DEVICE Turn(const Partition& stripes, u32 stripe, u32 end, int k_tiles, V* workspace,
                          u32* locks, int thread)
         : first(stripes.owner(end - k_tiles)), turn(stripes.owner(end - 1) - stripe),
           stripe(stripe), locks(locks),
-          sums(reinterpret_cast<float4*>(workspace) + first * (kQuads * kOwners) + thread) {}
+          sums(workspace + (first * (kQuads * kOwners) + thread) * 4) {}
 
     template <class Sync>
-    BILLFISH_DEVICE void add(float (&acc)[2][kBlocks][4], int thread, int sub, Sync sync) const {
+    BILLFISH_DEVICE void add(V (&acc)[2][kBlocks][4], int thread, int sub, Sync sync) const {
         if (turn == 0) return;
         if (thread == 0) {
             while (load_acquire(locks + first) != turn) {}
@@ -96,9 +168,9 @@ struct Turn {
         sync();
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
+            V(&sum)[4] = acc[i / kBlocks][i % kBlocks];
             if (sub > 0) continue;
-            const float4 below = sums[i * kOwners];
+            const auto below = load_global_16(sums + i * kOwners * 4);
             sum[0] += below.x, sum[1] += below.y, sum[2] += below.z, sum[3] += below.w;
         }
     }
@@ -106,12 +178,13 @@ struct Turn {
     BILLFISH_DEVICE bool last() const { return stripe == first; }
 
     template <class Sync>
-    BILLFISH_DEVICE void pass_on(const float (&acc)[2][kBlocks][4], int thread, int sub,
+    BILLFISH_DEVICE void pass_on(const V (&acc)[2][kBlocks][4], int thread, int sub,
                                  Sync sync) const {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            const float(&sum)[4] = acc[i / kBlocks][i % kBlocks];
-            if (sub == 0) sums[i * kOwners] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            const V(&sum)[4] = acc[i / kBlocks][i % kBlocks];
+            if (sub == 0)
+                store_global_16(sums + i * kOwners * 4, sum[0], sum[1], sum[2], sum[3]);
         }
         sync();
         if (thread == 0) store_release(locks + first, turn + 1);

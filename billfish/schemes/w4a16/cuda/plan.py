@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
-from billfish.kernels import clusters, tensor_map, tiles, workspace
+from billfish.kernels import clusters, stripes, tensor_map, tiles, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
-from billfish.kernels.stripes import Stripes
 from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
 from billfish.schemes.w4a16.cuda.gated import apart
 from billfish.schemes.w4a16.cuda.instances import (
@@ -126,7 +125,7 @@ class Plan:
 
     def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
         bands = stripe.BANDS[tokens]
-        how = Stripes(self.n, self.k_tiles, bands, gpu(index).sms)
+        how = stripes.Stripes(self.n, self.k_tiles, bands, gpu(index).sms)
         smem = stripe.smem_bytes(tokens, bands, self.kind.record_bytes)
         kernel = few_kernel(self.kind, self.dtype, tokens, bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
@@ -149,7 +148,7 @@ class Plan:
                 x_k,
                 k_tiles,
             )
-            kernel.launch(how.blocks, stripe.THREADS, arguments, smem)
+            kernel.launch(how.blocks, stripes.THREADS, arguments, smem)
 
         return run
 

@@ -12,10 +12,6 @@
 
 namespace billfish {
 
-constexpr int kStripeThreads = 256;
-constexpr int kStageRecords = 4;      // two of the 8 warps work on each
-constexpr int kMostSmem = 99 * 1024;  // what a block of sm_86 and sm_89 can ask for
-
 // Shared memory is a ring of stages: [records: slice, band][x: slice, token]. MARLIN's pipeline is
 // 4 deep. Two slices of 16 tokens with groups of 32 or 64 have 3, as four would need up to 106 KB;
 // 32 and 64 tokens have 3, or 2 where groups are small.
@@ -27,7 +23,7 @@ struct StripeStage {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = kStageRecords * kRecordBytes;  // byte offset
     static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
-    static constexpr int kFit = kMostSmem / kBytes, kStages = kFit < 4 ? kFit : 4;
+    static constexpr int kStages = ring_stages(kBytes);
     static_assert(kStages >= 2, "one to copy, one to use");
     static_assert(kStages * kBytes <= kMostSmem, "fits on sm_86");
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
@@ -37,31 +33,23 @@ struct StripeStage {
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct StageCopier {
     using Stage = StripeStage<kGroup, kAsymmetric, kTokens, kBands>;
-    static constexpr int kTail = Stage::kRecordBytes / 16 - kStripeThreads;  // scales and zeros
-    static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
     static constexpr int kXChunks = Stage::kSlices * x_bytes(kTokens) / 16;
 
     const unsigned char* from;  // the stage's first record, and this thread's 16 bytes in it
     const u16* x;               // this thread's chunk of column 0
-    u64 policy;
-    u32 to, ring, x_offset, tail_from, tail_to, band_bytes;
+    StageRecords<Stage::kRecordBytes, kBands> records;
+    u32 to, ring, x_offset;
     int left, slice, bands, k_tiles, x_tiles, x_columns, row, m, x_k;
 
-    BILLFISH_DEVICE StageCopier(const unsigned char* records, const u16* x, u32 ring, u32 begin,
+    BILLFISH_DEVICE StageCopier(const unsigned char* all, const u16* x, u32 ring, u32 begin,
                                 u32 end, int bands_all, int k_tiles, int m, int x_k)
-        : x(x + threadIdx.x % 16 * 8), policy(evict_first_policy()), to(ring), ring(ring),
+        : x(x + threadIdx.x % 16 * 8), records(evict_first_policy(), k_tiles), to(ring), ring(ring),
           left(end - begin), k_tiles(k_tiles), m(m), x_k(x_k) {
         const int tile = begin / k_tiles, thread = threadIdx.x;
         slice = begin - tile * k_tiles;
         bands = bands_all - tile * kBands;  // from this tile on
-        band_bytes = k_tiles * Stage::kRecordBytes;
-        from = records + static_cast<u64>(tile * kBands) * band_bytes +
+        from = all + static_cast<u64>(tile * kBands) * records.band_bytes +
                static_cast<u64>(slice) * Stage::kRecordBytes + thread * 16;
-        const int record = thread / kTail;  // whose tail this thread copies, if below kStageRecords
-        const u32 part = (kStripeThreads + thread % kTail) * 16;
-        tail_from = record % kBands * band_bytes + record / kBands * Stage::kRecordBytes + part -
-                    thread * 16;
-        tail_to = record * Stage::kRecordBytes + part;
         x_tiles = (x_k + kRecordK - 1) / kRecordK;
         x_columns = x_k - thread % 16 * 8;  // columns below it are real
         row = thread / 16;                  // slice * kTokens + token
@@ -73,37 +61,19 @@ struct StageCopier {
     BILLFISH_DEVICE void next() {
         if (left > 0) {
             const int slices = min(Stage::kSlices, min(k_tiles - slice, left));
-            copy_records(slices);
+            records.copy(to, from, bands, slices);
             copy_x(slices);
             left -= slices;
             slice += slices;
             from += slices * Stage::kRecordBytes;
             if (slice == k_tiles) {  // from the end of a tile's first band to the next tile's
                 slice = 0, bands -= kBands;
-                from += static_cast<u64>(kBands - 1) * band_bytes;
+                from += static_cast<u64>(kBands - 1) * records.band_bytes;
             }
             to += Stage::kBytes;
             if (to == ring + Stage::kStages * Stage::kBytes) to = ring;
         }
         commit_copies();
-    }
-
-    BILLFISH_DEVICE bool has(int record, int slices) const {
-        return record % kBands < bands && record / kBands < slices;
-    }
-
-    // Weights are read once: evict first, so that x stays in L2 (MARLIN 3.4).
-    BILLFISH_DEVICE void copy_records(int slices) const {
-#pragma unroll
-        for (int record = 0; record < kStageRecords; ++record) {
-            if (has(record, slices))
-                copy_async_16(to + record * Stage::kRecordBytes + threadIdx.x * 16,
-                              from + record % kBands * band_bytes +
-                                  record / kBands * Stage::kRecordBytes,
-                              policy);
-        }
-        if (threadIdx.x < kStageRecords * kTail && has(threadIdx.x / kTail, slices))
-            copy_async_16(to + tail_to, from + tail_from, policy);
     }
 
     // Zeros past the end of k, where records are padded, and past the last token.

@@ -2,11 +2,8 @@
 without a GPU. kernels/stripes.py has the partition."""
 
 from billfish.formats.layout import BRICK_K
-from billfish.kernels.stripes import MOST_STAGES
+from billfish.kernels.stripes import STAGE_RECORDS, ring_stages
 
-THREADS = 256
-STAGE_RECORDS = 4  # two of the eight warps multiply each
-MOST_SMEM = 99 * 1024  # of a CTA on sm_86 and sm_89
 BANDS = {8: 2, 16: 2, 32: 2, 64: 4}  # tokens -> bands of a tile: MARLIN's 128 and 256 outputs
 
 
@@ -16,7 +13,7 @@ def stage_bytes(tokens: int, bands: int, record_bytes: int) -> int:
 
 
 def stages(tokens: int, bands: int, record_bytes: int) -> int:
-    return min(MOST_STAGES, MOST_SMEM // stage_bytes(tokens, bands, record_bytes))
+    return ring_stages(stage_bytes(tokens, bands, record_bytes))
 
 
 def smem_bytes(tokens: int, bands: int, record_bytes: int) -> int:

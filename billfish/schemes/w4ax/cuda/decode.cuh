@@ -36,8 +36,8 @@ constexpr int kBarrierBytes = 1024;
 
 // acc (32 outputs x kTokens) += weights (32 outputs, the `half` of a record, x 128 inputs) * x^T.
 template <int kGroup, bool kAsymmetric, int kTokens>
-BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
-                                    u32 (&acc)[2][kTokens / 8][4]) {
+BILLFISH_DEVICE void multiply_record(u32 record, u32 x, int half, int lane,
+                                     u32 (&acc)[2][kTokens / 8][4]) {
     AxScales<kGroup, kAsymmetric> scales[2];
     AxGrain grain[2];
 #pragma unroll
@@ -45,33 +45,8 @@ BILLFISH_DEVICE void multiply_bytes(u32 record, u32 x, int half, int lane,
     const u32 words_at = record + half * 2 * kBrickBytes + lane * 16;
     const u32 x_at = x + lane % 8 * kXLine + ((lane / 8 ^ lane % 8) << 4);
 #pragma unroll
-    for (int k64 = 0; k64 < 2; ++k64) {
-        u32 b[kTokens / 8][4];  // of each 8 tokens, 16 inputs a register
-#pragma unroll
-        for (int block = 0; block < kTokens / 8; ++block)
-            load_matrices(b[block], (x_at ^ k64 * 64) + block * 8 * kXLine);
-#pragma unroll
-        for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(words_at + (k64 * 4 + brick) * kBrickBytes);
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-            u32 a[2][4];
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                const int k = k64 * 64 + step * 16, group = k / kGroup;
-                if (k % kGroup == 0) grain[brick].set(scales[brick], group);
-                u32(&fragment)[4] = a[step / 2];
-                grain[brick].decode(words[step], fragment[step % 2 * 2],
-                                    fragment[step % 2 * 2 + 1]);
-            }
-#pragma unroll
-            for (int step = 0; step < 2; ++step) {
-#pragma unroll
-                for (int block = 0; block < kTokens / 8; ++block)
-                    mma_bytes(acc[brick][block], a[step], b[block][step * 2],
-                              b[block][step * 2 + 1]);
-            }
-        }
-    }
+    for (int k64 = 0; k64 < 2; ++k64)
+        multiply_bytes<kTokens>(words_at, x_at, k64, scales, grain, acc);
 }
 
 #endif
@@ -166,7 +141,7 @@ w4ax_decode(const unsigned char* __restrict__ records, const __grid_constant__ T
             const u32 stage = ring + slot.index * Stage::kBytes;
             barrier_wait(full + 8 * slot.index, slot.parity);
             if (slice < works)
-                multiply_bytes<kGroup, kAsymmetric, kTokens>(
+                multiply_record<kGroup, kAsymmetric, kTokens>(
                     stage + Stage::kRecords +
                         (me.band * kSlices + me.sub) * Stage::kRecordBytes,
                     stage + me.sub * Stage::kXBytes, me.within % 2, lane, acc);

@@ -32,6 +32,8 @@ class Grouped(Protocol):
     @property
     def group_size(self) -> int: ...
     @property
+    def block(self) -> int: ...
+    @property
     def symmetric(self) -> bool: ...
     @property
     def mixed(self) -> bool: ...
@@ -52,17 +54,27 @@ class CudaOp(Op):
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
         if not torch.cuda.is_available():
             return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        found = torch.cuda.get_device_capability(index_of(device))
-        if found != HOPPER:
-            here = ".".join(map(str, found))
-            return (
-                f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. "
-                'op="reference" runs anywhere, slowly.'
-            )
+        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
+        if reason is not None:
+            return reason
         try:
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
+        return cls.refuses_inputs(scheme, k)
+
+    @classmethod
+    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
+        if found == HOPPER:
+            return None
+        here = ".".join(map(str, found))
+        return (
+            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
+            'op="stripe" runs w4ax; op="reference" does anywhere, slowly.'
+        )
+
+    @classmethod
+    def refuses_inputs(cls, scheme: Grouped, k: int) -> str | None:
         if scheme.mixed and k > MOST_ORDERED:
             return f"its kernels order up to {MOST_ORDERED} inputs, the layer has {k}."
         return None

@@ -87,4 +87,20 @@ inline void mma_bytes(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     meet(warp.gate, 32);
 }
 
+// PTX's m16n8k64 of 4 bits: eight neighbours along k in a register.
+inline void mma_nibbles(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    const u32 b[2] = {b0, b1};
+    for (int e = 0; e < 32; ++e)
+        warp.nibbles_a[lane / 4 + e / 8 % 2 * 8][e / 16 * 32 + lane % 4 * 8 + e % 8] = a[e / 8] >> e % 8 * 4 & 15;
+    for (int e = 0; e < 16; ++e)
+        warp.nibbles_b[e / 8 * 32 + lane % 4 * 8 + e % 8][lane / 4] = ((int)(b[e / 8] >> e % 8 * 4 & 15) ^ 8) - 8;
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 64; ++k)
+            d[i] += (u32)(warp.nibbles_a[lane / 4 + i / 2 * 8][k] * warp.nibbles_b[k][lane % 4 * 2 + i % 2]);
+    meet(warp.gate, 32);
+}
+
 }  // namespace billfish

@@ -50,7 +50,8 @@ inline void store_smem_8(u32 to, float a, float b) {
     const float v[2] = {a, b};
     write(smem_at(to, 8), v, 8);
 }
-inline void store_smem_16(u32 a, const float (&v)[4]) { write(smem_at(a, 16), v, 16); }
+template <class V>
+inline void store_smem_16(u32 a, const V (&v)[4]) { write(smem_at(a, 16), v, 16); }
 
 template <int kBarrier, int kThreads>
 inline void sync_some() { meet(current->block->named[kBarrier], kThreads); }
