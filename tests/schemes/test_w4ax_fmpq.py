@@ -312,7 +312,8 @@ def test_rows_do_not_depend_on_their_batch(scheme):
 def test_layers_of_different_orders_are_not_joined():
     tensors = FMPQ.random_tensors(8, K, torch.float16, seeded(0))
     others = tensors | {"input_order": tensors["input_order"].flip(0)}
-    assert CpuOp.join([CpuOp(FMPQ, each) for each in (tensors, others)]) is None
+    ops = [CpuOp(FMPQ, each) for each in (tensors, others)]
+    assert CpuOp.join(ops) is None
     before, _ = together([op.weight for op in ops])
     ops[1].rest |= {name: ops[0].rest[name].clone() for name in ("input_order", "input_bits")}
     whole = CpuOp.join(ops)
