@@ -69,6 +69,14 @@ def rotated(z: Tensor, bits: Tensor) -> Tensor:
     return torch.where(few, hadamard(blocks), blocks).reshape(z.shape)
 
 
+def rotated_by(matrix: Tensor, z: Tensor, bits: Tensor) -> Tensor:
+    """As `rotated`, with the Hadamard matrix of a block as a factor: for training, which needs
+    gradients and not the same bits on every device. Butterflies would keep each step for them."""
+    blocks = _blocks(z.float(), bits)
+    few = (bits == 4)[:, None].expand(blocks.shape[-2:])
+    return torch.where(few, blocks @ matrix, blocks).reshape(z.shape)
+
+
 def round_blocks(z: Tensor, bits: Tensor, rotation: bool) -> tuple[Tensor, Tensor]:
     """(..., k) of any dtype in stored order and uint8 (k / B), 4 or 8 for each block of B inputs ->
     int8 (..., k) and s, fp32 (..., 1)."""

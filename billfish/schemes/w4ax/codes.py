@@ -9,7 +9,7 @@ from torch import Tensor
 
 from billfish.formats.grid import Grid
 from billfish.schemes.base import Solved
-from billfish.schemes.w4ax.activations import rotated, round_blocks, round_tokens
+from billfish.schemes.w4ax.activations import hadamard, rotated_by, round_blocks, round_tokens
 from billfish.schemes.w4ax.scheme import W4AX
 from billfish.schemes.w4ax.search import largest_q
 from billfish.solvers import straight
@@ -22,9 +22,12 @@ class Inputs:
     order: Tensor  # (k,) int64
     bits: Tensor  # (k / block,) uint8
     back: Tensor = field(init=False)  # (k,) int64: the column of each input
+    matrix: Tensor = field(init=False)  # of Hadamard, for a block
 
     def __post_init__(self) -> None:
+        one = torch.eye(len(self.order) // len(self.bits), device=self.order.device)
         object.__setattr__(self, "back", self.order.argsort())
+        object.__setattr__(self, "matrix", hadamard(one))
 
 
 def rounded_input(scheme: W4AX, inputs: Inputs | None, x: Tensor) -> Tensor:
@@ -35,7 +38,7 @@ def rounded_input(scheme: W4AX, inputs: Inputs | None, x: Tensor) -> Tensor:
         return straight.through((x8 * scale).to(x.dtype), x)
     x8, scale = round_blocks(given[..., inputs.order], inputs.bits, scheme.rotation)
     z = x8 * scale
-    z = rotated(z, inputs.bits) if scheme.rotation else z
+    z = rotated_by(inputs.matrix, z, inputs.bits) if scheme.rotation else z
     return straight.through(z[..., inputs.back].to(x.dtype), x)
 
 
@@ -132,7 +135,7 @@ class TrainableWhole:
         if self.inputs is None:
             return decoded
         if self.solved.scheme.rotation:
-            decoded = rotated(decoded, self.inputs.bits)
+            decoded = rotated_by(self.inputs.matrix, decoded, self.inputs.bits)
         return straight.reordered(decoded, self.inputs.back, self.inputs.order).to(dtype)
 
     @torch.no_grad()
