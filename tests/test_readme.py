@@ -2,6 +2,7 @@
 are made again from the JSON there and must be in the text."""
 
 import json
+import math
 import re
 from pathlib import Path
 from statistics import mean
@@ -243,7 +244,12 @@ def test_w4ax_products():
         (each["k"], each["n"], each["m"]): each["us"]["pdl"]["median"]
         for each in load("h200-w4a16.json")["points"]
     }
-    assert all(each["w4a16_us"] == round(known[place], 1) for place, each in found.items())
+    beside = {place: each["w4a16_us"] for place, each in found.items() if "w4a16_us" in each}
+    assert len(beside) >= 15 and all(us == round(known[at], 1) for at, us in beside.items())
+    says(f"4096 tokens of 8192 x 57344 take {found[8192, 57344, 4096]['us']:.1f} us")
+    kinds = {(each["k"], each["n"], each["m"], each["kind"]): each["us"] for each in told["kinds"]}
+    more = [us - kinds[*place, "a8"] for (*place, kind), us in kinds.items() if kind == "fmpq"]
+    says(f"up to {math.ceil(max(more))} us for ordering and rotating x")
 
 
 def test_w4ax_decodes():
