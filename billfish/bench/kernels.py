@@ -2,8 +2,7 @@
 
     floor = max(bytes / memory peak, 2 m n k / compute peak)      bytes = weights, scales, x and y
 
-Peaks are the datasheet's; for a card that is not in the table they are what this run measured, and
-the result says so. Weights and x are random: zeros draw less power, so that clocks rise. Results
+Peaks are in peaks.py. Weights and x are random: zeros draw less power, so that clocks rise. Results
 are plain dicts, ready for JSON.
 """
 
@@ -12,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from billfish.bench.peaks import peaks_of
 from billfish.bench.shapes import LinearShape, ShapeSet
 from billfish.bench.timing import MODES, Card, Rules
 from billfish.errors import UserError
@@ -32,42 +32,6 @@ from billfish.version import __version__
 Result = dict[str, Any]
 RESULT_VERSION = 1
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Peaks:
-    bytes_per_s: float
-    flop_per_s: float
-    source: str = "datasheet"
-
-    def floor_us(self, nbytes: float, flop: float) -> float:
-        return max(nbytes / self.bytes_per_s, flop / self.flop_per_s) * 1e6
-
-    def of_bytes(self) -> "Peaks":
-        """For products of int8 numbers: twice as many a second (GeForce four times: there it is no
-        peak)."""
-        return replace(self, flop_per_s=2 * self.flop_per_s)
-
-
-# Memory, and dense fp16 tensor cores with fp32 accumulation, by the driver's full name of the card:
-# an "RTX 4090 Laptop GPU" is slower than an "RTX 4090".
-DATASHEET = {
-    "NVIDIA H200": Peaks(4.8e12, 990e12),
-    "NVIDIA H100 80GB HBM3": Peaks(3.35e12, 990e12),  # SXM
-    "NVIDIA H100 PCIe": Peaks(2.0e12, 756e12),
-    "NVIDIA A100-SXM4-80GB": Peaks(2.039e12, 312e12),
-    "NVIDIA A100 80GB PCIe": Peaks(1.935e12, 312e12),
-    "NVIDIA L40S": Peaks(0.864e12, 362e12),
-    "NVIDIA GeForce RTX 4090": Peaks(1.008e12, 165e12),
-    "NVIDIA GeForce RTX 3090": Peaks(0.936e12, 71e12),
-}
-
-
-def peaks_of(name: str, ceilings: Result) -> Peaks:
-    measured = Peaks(
-        ceilings["read_bytes_per_s"], ceilings["flop_per_s"], "measured in this run: card unknown"
-    )
-    return DATASHEET.get(name, measured)
 
 
 @dataclass(frozen=True)

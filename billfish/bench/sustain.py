@@ -21,8 +21,8 @@ from billfish.bench.kernels import (
     KernelVariant,
     Result,
     circumstances,
-    peaks_of,
 )
+from billfish.bench.peaks import peaks_of
 from billfish.bench.shapes import LinearShape
 from billfish.bench.timing import Call, Card, Rules
 from billfish.errors import UserError
@@ -53,6 +53,8 @@ class Sustain(KernelBench):
         self.request.refuse(self.device)
         facts = self.card.facts()
         self.peaks = peaks_of(facts["name"], self.card.ceilings())
+        if self.request.of_bytes(self.device):
+            self.peaks = self.peaks.of_bytes()
         self.result = {
             "result_version": RESULT_VERSION,
             "complete": False,

@@ -8,7 +8,8 @@ import torch
 from fake_card import RULES, FakeCard
 
 from billfish.bench import kernels
-from billfish.bench.kernels import KernelBench, KernelRequest, Peaks, peaks_of
+from billfish.bench.kernels import KernelBench, KernelRequest
+from billfish.bench.peaks import DATASHEET, Peaks, peaks_of
 from billfish.bench.shapes import LinearShape, ShapeSet, parse_shapes
 from billfish.errors import UserError
 
@@ -45,7 +46,7 @@ def find(result, **wanted):
 
 
 def test_the_floor_is_the_slower_of_memory_and_compute():
-    h200 = kernels.DATASHEET["NVIDIA H200"]
+    h200 = DATASHEET["NVIDIA H200"]
     # 4096 x 4096 at 4 bit, g128: 8388608 + 262144 bytes of weights and scales, 16384 of x and y
     assert h200.floor_us(8_667_136, 2 * 4096 * 4096) == pytest.approx(1.8057, abs=1e-4)
     assert h200.floor_us(8_667_136, 2 * 1024 * 4096 * 4096) == pytest.approx(34.7, abs=0.01)
