@@ -53,8 +53,6 @@ class Sustain(KernelBench):
         self.request.refuse(self.device)
         facts = self.card.facts()
         self.peaks = peaks_of(facts["name"], self.card.ceilings())
-        if self.request.of_bytes(self.device):
-            self.peaks = self.peaks.of_bytes()
         self.result = {
             "result_version": RESULT_VERSION,
             "complete": False,
