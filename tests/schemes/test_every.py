@@ -215,7 +215,9 @@ def test_joined_ops_are_the_ops_one_after_the_other(scheme, n, k, monkeypatch):
         inputs = getattr(getattr(whole, "packed", None), "inputs", None) or ()
         shared += [each for each in inputs if isinstance(each, torch.Tensor)]
         shared += [t for name, t in getattr(whole, "rest", {}).items() if name in SHARED]
-        twice = sum(tensor.nbytes for tensor in shared) * (len(parts) - 1)
+        if getattr(whole, "blocks", None) is not None:
+            shared.append(whole.blocks)
+        twice = sum(each.nbytes for each in shared) * (len(parts) - 1)
         assert type(whole) is op and whole.nbytes() == before - twice
         assert sum(part.nbytes() for part in parts) == before
         for part, tensors in zip(parts, each, strict=True):

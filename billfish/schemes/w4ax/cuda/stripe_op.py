@@ -3,7 +3,8 @@
 Kernels are compiled when a layer is loaded, never during a CUDA graph capture.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -94,3 +95,11 @@ class StripeOp(CudaOp):
 
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self.blocks is None else self.blocks.nbytes)
+
+    @classmethod
+    def join(cls, ops: Sequence[Self]) -> Self | None:
+        whole = super().join(ops)
+        if whole is not None:
+            for op in ops:  # alike: `takes` says so
+                op.blocks = whole.blocks
+        return whole
