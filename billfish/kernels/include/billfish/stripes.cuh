@@ -2,9 +2,9 @@
 // computes, how sums of a tile are added, and how they are stored. Main loops are their kernels'
 // own; kernels/stripes.py has the same arithmetic.
 //
-// Beside the operands, for gridDim.x blocks: workspace, 32 bits [blocks][outputs * tokens of a tile],
-// and locks, u32 [blocks], zero before and after every launch. Launches that may run side by side
-// must not share them.
+// Beside the operands, for gridDim.x blocks: workspace, 32 bits [blocks][outputs * tokens of a
+// tile], and locks, u32 [blocks], zero before and after every launch. Launches that may run side by
+// side must not share them.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -76,8 +76,8 @@ struct CostStripes {
     }
 };
 
-// Records of a stage, [slice][band], 16 bytes a thread and instruction. Weights are read once: evict
-// first, so that x stays in L2 (MARLIN 3.4).
+// Records of a stage, [slice][band], 16 bytes a thread and instruction. Weights are read once:
+// evict first, so that x stays in L2 (MARLIN 3.4).
 template <int kRecordBytes, int kBands>
 struct StageRecords {
     static constexpr int kTail = kRecordBytes / 16 - kStripeThreads;  // scales and zeros
@@ -112,7 +112,8 @@ struct StageRecords {
 };
 
 // Below, acc is a warp's sums of 32 outputs, [brick][8 tokens][mma's four]. kOwners threads hold a
-// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of them. V: float, or u32.
+// tile; where warps split its inputs, too, as many have `sub` 1. `sync` is a barrier of them. V:
+// float, or u32.
 
 // Adds the sums of `sub` 1 to those of `sub` 0 through shared memory at `room`, which nobody may
 // still read.

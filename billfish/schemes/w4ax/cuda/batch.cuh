@@ -30,7 +30,8 @@ struct Epilogue {
     static constexpr int kBases = kTokens * 8;  // byte offset
     static constexpr int kBytes = kBases + kBands * kRecordN * 4;
     u32 at;
-    BILLFISH_DEVICE Epilogue(u32 base, int team, int turn) : at(base + (team * 2 + turn) * kBytes) {}
+    BILLFISH_DEVICE Epilogue(u32 base, int team, int turn)
+        : at(base + (team * 2 + turn) * kBytes) {}
     BILLFISH_DEVICE u32 token(int i) const { return at + i * 8; }
     BILLFISH_DEVICE u32 base(int row) const { return at + kBases + row * 4; }
     // Zeros past the last token and output. `thread` of the team; 16 bytes each.

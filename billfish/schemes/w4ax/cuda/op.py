@@ -55,14 +55,15 @@ class CudaOp(Op):
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
         if not torch.cuda.is_available():
             return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
+        found = torch.cuda.get_device_capability(index_of(device))
+        reason = cls.refuses_gpu(found) or cls.refuses_inputs(scheme, k)
         if reason is not None:
             return reason
         try:
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return cls.refuses_inputs(scheme, k)
+        return None
 
     @classmethod
     def refuses_gpu(cls, found: tuple[int, int]) -> str | None:

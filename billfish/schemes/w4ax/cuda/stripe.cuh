@@ -4,12 +4,12 @@
 // Inputs come in halves of a record (64): the first `fours` are of 4 bits, the others of 8. Of 8
 // bits, weights become bytes (bytes.cuh). Of 4 bits, two words of a record become two fragments by
 // four instructions. Codes are unsigned: sums begin with -8 times the sum of x, which takes the
-// middle of symmetric codes off, or another zero is taken off after them. The sums of a group, whose
-// block of x has one scale, times both whole scales are added to the same integers as those of
-// bytes. So sums are exact, in any order the same.
+// middle of symmetric codes off, or another zero is taken off after them. The sums of a group,
+// whose block of x has one scale, times both whole scales are added to the same integers as those
+// of bytes. So sums are exact, in any order the same.
 //
-// Stripes of equal cost over tiles of outputs and tokens, and a ring of cp.async stages: stripes.cuh
-// and MARLIN 3.4. stripe.py has the same arithmetic.
+// Stripes of equal cost over tiles of outputs and tokens, and a ring of cp.async stages:
+// stripes.cuh and MARLIN 3.4. stripe.py has the same arithmetic.
 #pragma once
 
 #include "billfish/bytes.cuh"
@@ -101,8 +101,8 @@ struct AxCopier {
     }
 };
 
-// acc (32 outputs x kTokens) += weights (32 outputs x a group of 4-bit inputs) * x^T. `words_at` and
-// `x_at` as in multiply_bytes, `x`: the first token's line.
+// acc (32 outputs x kTokens) += weights (32 outputs x a group of 4-bit inputs) * x^T. `words_at`
+// and `x_at` as in multiply_bytes, `x`: the first token's line.
 template <int kTokens, int kGroup, bool kAsymmetric>
 BILLFISH_DEVICE void multiply_nibbles(u32 words_at, u32 x_at, u32 x, int group, int lane,
                                       const AxScales<kGroup, kAsymmetric> (&scales)[2],
@@ -185,8 +185,8 @@ BILLFISH_DEVICE void multiply_mixed(u32 record, u32 x, int half, int lane, int f
     }
 }
 
-// Epilogue of a warp: outputs `first` and on of tokens `token_0` and on. Gated: a thread has gates r
-// and their ups, rows r + 8.
+// Epilogue of a warp: outputs `first` and on of tokens `token_0` and on. Gated: a thread has gates
+// r and their ups, rows r + 8.
 template <class T, int kTokens>
 BILLFISH_DEVICE void store_scaled(const u32 (&acc)[2][kTokens / 8][4], const uint2* tokens,
                                   const float* bases, const u16* bias, u16* out, int m, int n,
@@ -223,11 +223,11 @@ BILLFISH_DEVICE void store_scaled(const u32 (&acc)[2][kTokens / 8][4], const uin
     }
 }
 
-// `records` is (bands, k tiles) records, `x` (m, k tiles * 128 bytes) and `tokens` as w4ax_stripe_quant
-// writes them, `bases` (n), `out` (m, n): tiles of kTokens tokens and kBands bands, those of the same
-// bands one after the other. The first `fours` halves of 64 inputs have 4 bits; one of 8 bits costs
-// `heavy` times as much. `gated`: of every 16 rows the first 8 are gates and the others their ups,
-// and `out` is (m, n / 2). blockDim.x is kStripeThreads, dynamic shared memory kStages * kBytes.
+// `records` is (bands, k tiles) records, `x` (m, k tiles * 128 bytes) and `tokens` as
+// w4ax_stripe_quant writes them, `bases` (n), `out` (m, n): tiles of kTokens tokens and kBands
+// bands, those of the same bands one after the other. The first `fours` halves of 64 inputs have 4
+// bits; one of 8 bits costs `heavy` times as much. `gated`: of every 16 rows the first 8 are gates
+// and the others their ups, and `out` is (m, n / 2). blockDim.x is kStripeThreads, dynamic shared memory kStages * kBytes.
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kStripeThreads, 1)
 w4ax_stripe(const unsigned char* __restrict__ records, const unsigned char* __restrict__ x,

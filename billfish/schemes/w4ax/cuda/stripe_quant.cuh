@@ -6,8 +6,8 @@
 // block of them its part of it:
 //
 //     8 bits   bytes in the order of w4ax_quant
-//     4 bits   of each 32 inputs, two words of such bytes in the nibbles of one: then two words of a
-//              record become two fragments (stripe.cuh); behind them {scale q, -8 sums, sum}
+//     4 bits   of each 32 inputs, two words of such bytes in the nibbles of one: then two words
+//              of a record become two fragments (stripe.cuh); behind them {scale q, -8 sums, sum}
 //
 // 4-bit blocks of 32 are stored as bytes, q times as large: their product has no tensor core.
 #pragma once
@@ -21,8 +21,8 @@ constexpr int kMostQuantWarps = 32;
 constexpr float kTop = 127.0f, kUp = 127.0f / 112.0f;  // 112 = 7 * 16: the most of 4 bits
 
 // A thread's eight inputs of 32, as pairs 2 t + {0, 8, 16, 24}: two words of bytes in the order of
-// w4ax_quant. Neighbours in a pair are bit 0 of the input's number, threads bits 1, 2 and from 5 on,
-// pairs bits 3 and 4.
+// w4ax_quant. Neighbours in a pair are bit 0 of the input's number, threads bits 1, 2 and from 5
+// on, pairs bits 3 and 4.
 struct QuantEight {
     float z[8];  // [pair][neighbour]
 
