@@ -227,7 +227,8 @@ BILLFISH_DEVICE void store_scaled(const u32 (&acc)[2][kTokens / 8][4], const uin
 // w4ax_stripe_quant writes them, `bases` (n), `out` (m, n): tiles of kTokens tokens and kBands
 // bands, those of the same bands one after the other. The first `fours` halves of 64 inputs have 4
 // bits; one of 8 bits costs `heavy` times as much. `gated`: of every 16 rows the first 8 are gates
-// and the others their ups, and `out` is (m, n / 2). blockDim.x is kStripeThreads, dynamic shared memory kStages * kBytes.
+// and the others their ups, and `out` is (m, n / 2). blockDim.x is kStripeThreads, dynamic shared
+// memory kStages * kBytes.
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kStripeThreads, 1)
 w4ax_stripe(const unsigned char* __restrict__ records, const unsigned char* __restrict__ x,
