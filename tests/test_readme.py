@@ -249,6 +249,8 @@ def test_w4ax_products():
     says(f"4096 tokens of 8192 x 57344 take {found[8192, 57344, 4096]['us']:.1f} us")
     kinds = {(each["k"], each["n"], each["m"], each["kind"]): each["us"] for each in told["kinds"]}
     more = [us - kinds[*place, "a8"] for (*place, kind), us in kinds.items() if kind == "fmpq"]
+    zeros = [us - kinds[*place, "a8"] for (*place, kind), us in kinds.items() if kind == "asym"]
+    says(f"zero (`--asym`) costs up to {max(zeros):.1f} us")
     says(f"up to {math.ceil(max(more))} us for ordering and rotating x")
 
 

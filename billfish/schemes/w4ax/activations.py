@@ -19,7 +19,7 @@ TOP_4 = 7 * 16  # the largest x8 of a 4-bit block
 MOST_Q = 16
 # q is at least this part of the largest number of a 4-bit block, which may so be 8.5 steps of its
 # own while 4 bits reach from -8 to 7. Output error of SmolLM2's linears by rounding alone, largest
-# numbers of 7, 8, 8.5 and 9 steps: .0056, .0045, .0043, .0045; unrotated 7, 8, 9: .0096, .0079,
+# numbers of 7, 8, 8.5 and 9 steps: .0056, .0045, .0043, .0044; unrotated 7, 8, 9: .0096, .0079,
 # .0078.
 REACH = 2 / 17
 PORTION = 2**11  # blocks at once on a CPU: temporaries that stay in L2

@@ -254,8 +254,8 @@ class W4AX:
             if int(order.min()) < begin or int(order.max()) >= end:
                 raise UserError(
                     f"a layer cannot be cut into inputs {begin} to {end - 1}: its stored columns "
-                    "there read others, too. Inputs that are split must have been ordered within "
-                    "the parts, as o's and down's are.",
+                    "there read others, too. Inputs can be split where their order was folded "
+                    "into the layer before, as down's is.",
                     part="input_order",
                 )
             part["input_order"] = order - begin

@@ -51,8 +51,8 @@ struct Epilogue {
     }
 };
 
-// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers. `row` is the
-// warp's first of the team's, `base` those of the lane's two outputs.
+// Epilogue, 16 tokens at a time: for all at once 256 tokens have too few registers. `acc` is
+// that of tokens `token` and on of the tile, `base` those of the lane's two outputs.
 template <class T, class Needs>
 BILLFISH_DEVICE void scale_and_store(const u32* acc, const Needs& needs, const float (&base)[2],
                                      const u16* bias, u16* out, int m, int n, int token_0,

@@ -23,7 +23,7 @@ from billfish.schemes.w4ax.cuda.rounding import rounded
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
 # x in bytes; of a tile's tokens and outputs what the epilogue needs, for two tiles (batch.cuh).
 HELD = tiles.Held(1, token=32, output=8)
-# Fitted to 240 timings of 4096 x 4096, 6144 and 28672 and of 14336 x 4096 with 32 to 512 tokens on
+# Fitted to 325 timings of 4096 x 4096, 6144 and 28672 and of 14336 x 4096 with 32 to 512 tokens on
 # an H200 (docs/LOG.md, 2026-11-18): what the model chooses is within 2 % of the best. Clusters of 4
 # and 8 CTAs were never the best: they start later.
 COSTS = tiles.Costs(
