@@ -37,8 +37,8 @@ class Ahead(TorchRunner):
         self.promised += sum(token < 0 for token in given)
         return [token if token >= 0 else int(self.found[-1 - token, 0]) for token in given]
 
-    def decode(self, pieces, rules=None):
-        logits = super().decode(pieces).logits
+    def run(self, pieces, rules=None):
+        logits = super().run(pieces).logits
         if rules is None:
             return Decoded(logits)
         tokens = torch.tensor(list(map(drawn, logits, rules)), dtype=torch.int32)

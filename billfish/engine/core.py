@@ -5,9 +5,9 @@
 
 A step mixes prefill chunks and decodes under a token budget. An error in the numbers of one request
 ends it alone; an error of a whole step ends the requests in it, never the engine. Where the device
-is asynchronous (a GPU), text is detokenized while it computes, and decodes run ahead: the next step
-is launched before the tokens of this one have arrived, and what it computes for a sequence that
-turns out to have ended is dropped.
+is asynchronous (a GPU), text is detokenized while it computes, and steps run ahead: the next one is
+launched before the tokens of this one have arrived, and what it computes for a sequence that turns
+out to have ended is dropped.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from billfish.engine.kv.pages import Pages
 from billfish.engine.params import SamplingParams
-from billfish.engine.runner import Decoded, Runner
+from billfish.engine.runner import Decoded, Runner, last_rows
 from billfish.engine.sampling import Chooser, Chosen, choose_tokens, logprobs_of
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
 from billfish.engine.text import Detokenizer, StopFinder
@@ -80,7 +80,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Flying:
-    """A decode in flight: its tokens have not been read."""
+    """A step in flight: its tokens have not been read."""
 
     decoded: Decoded
     # run, its row in `decoded`, and where in its output the token goes
@@ -185,22 +185,14 @@ class Engine:
     def _run(self, pieces: Many[Piece]) -> Decoded:
         """Logits of the pieces that sample; scores prompts on the way."""
         runs = [self.runs[piece.sequence.name] for piece in pieces]
-        if all(
-            piece.count == 1 and piece.samples and run.params.prompt_logprobs is None
-            for piece, run in zip(pieces, runs, strict=True)
-        ):
-            if self.runner.asynchronous and all(map(_is_plain, runs)):
-                return self.runner.decode(pieces, [run.chooser.rule() for run in runs])
-            return self.runner.decode(pieces)
+        if all(run.params.prompt_logprobs is None for run in runs):
+            asking = [run for run, piece in zip(runs, pieces, strict=True) if piece.samples]
+            if self.runner.asynchronous and all(map(_is_plain, asking)):
+                return self.runner.run(pieces, [run.chooser.rule() for run in asking])
+            return self.runner.run(pieces)
         hidden = self.runner.hidden(pieces)
-        starts = list(itertools.accumulate((piece.count for piece in pieces[:-1]), initial=0))
-        self._score(hidden, starts, pieces)
-        last = [
-            start + piece.count - 1
-            for start, piece in zip(starts, pieces, strict=True)
-            if piece.samples
-        ]
-        return Decoded(self.decoder.logits(hidden[last]))
+        self._score(hidden, pieces)
+        return Decoded(self.decoder.logits(hidden[last_rows(pieces)]))
 
     def _going(self, pieces: Many[Piece]) -> list[tuple[_Run, int]]:
         """Runs that sample a token, and their rows; without those that have ended meanwhile."""
@@ -226,26 +218,21 @@ class Engine:
 
     def _promise(self, flying: _Flying) -> bool:
         """Runs ahead: gives sequences in flight a placeholder for their next token, -1 - row, which
-        the device replaces. False where the token must be known first."""
-        alive = [one for one in flying.rows if one[0].completion.finish_reason is None]
-        if (
-            self.scheduler.admits
-            or len(alive) < len(self.scheduler.running)
-            or not self.scheduler.can_grow(run.sequence for run, _, _ in alive)
-        ):
+        the device replaces. False where tokens must be known first: a sequence that is preempted
+        looks its tokens up in the prefix cache."""
+        if not self.scheduler.can_grow():
             return False
-        going = [
-            (run, row)
-            for run, row, _ in alive
-            if len(run.sequence.output) + 1 < run.params.max_tokens
-            and len(run.sequence) + 1 < run.sequence.most
-        ]
-        for run, row in going:
-            run.sequence.output.append(-1 - row)
-        return bool(going)
+        for run, row, _ in flying.rows:
+            if (
+                run.completion.finish_reason is None
+                and len(run.sequence.output) + 1 < run.params.max_tokens
+                and len(run.sequence) + 1 < run.sequence.most
+            ):
+                run.sequence.output.append(-1 - row)
+        return True
 
     def _land(self, flying: _Flying) -> list[_Run]:
-        """Reads and takes the tokens of a decode; returns the runs that have ended."""
+        """Reads and takes the tokens of a step; returns the runs that have ended."""
         try:
             tokens, peaks = flying.decoded.drawn()
         except Exception as error:
@@ -271,8 +258,9 @@ class Engine:
         return [run for run, _, _ in flying.rows if run.completion.finish_reason is not None]
 
     @torch.inference_mode()
-    def _score(self, hidden: Tensor, starts: list[int], pieces: Many[Piece]) -> None:
+    def _score(self, hidden: Tensor, pieces: Many[Piece]) -> None:
         """Log probabilities of the prompt tokens that follow those of each piece."""
+        starts = itertools.accumulate((piece.count for piece in pieces[:-1]), initial=0)
         for start, piece in zip(starts, pieces, strict=True):
             run = self.runs[piece.sequence.name]
             scores, count = run.request.prompt_logprobs, run.params.prompt_logprobs

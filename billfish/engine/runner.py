@@ -1,5 +1,6 @@
 """Runs a step's pieces through the model: torch's operators on any device, or cuda/runner.py."""
 
+import itertools
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,7 @@ Rules = list[NDArray[np.int32]]  # Chooser.rule of each row
 
 @dataclass(frozen=True)
 class Decoded:
-    """The result of a decode, one token a row; perhaps still in flight."""
+    """The result of a step, a row for each piece that samples; perhaps still in flight."""
 
     logits: Tensor  # (rows, vocabulary), valid until the runner's next call
     # With rules: (rows, 2) int32 in host memory, the next token and the bits of the largest logit,
@@ -36,16 +37,16 @@ class Decoded:
 
 class Runner(Protocol):
     decoder: Decoder
-    # Whether a call returns before its work is done. A decode may then sample by rules, and take
-    # placeholders for tokens: -1 - i is the token that the previous decode drew for row i.
+    # Whether a call returns before its work is done. A step may then sample by rules, and take
+    # placeholders for tokens: -1 - i is the token that the last step with rules drew for row i.
     asynchronous: bool
 
     def hidden(self, pieces: Many[Piece]) -> Tensor:
         """(tokens, hidden) of all pieces, end to end; writes their K and V into pages."""
         ...
 
-    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
-        """Logits of pieces of one token each; with rules, also their next tokens."""
+    def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+        """Logits of the pieces that sample; with rules, also their next tokens."""
         ...
 
 
@@ -88,6 +89,12 @@ class TorchRunner:
         )
 
     @torch.inference_mode()
-    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+    def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
         assert rules is None
-        return Decoded(self.decoder.logits(self.hidden(pieces)))
+        return Decoded(self.decoder.logits(self.hidden(pieces)[last_rows(pieces)]))
+
+
+def last_rows(pieces: Many[Piece]) -> list[int]:
+    """Rows of `hidden` from which tokens are sampled: the last of each piece that samples."""
+    ends = itertools.accumulate(piece.count for piece in pieces)
+    return [end - 1 for end, piece in zip(ends, pieces, strict=True) if piece.samples]

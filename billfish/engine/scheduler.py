@@ -86,17 +86,12 @@ class Scheduler:
         """Sequences that hold none, by arrival."""
         return tuple(self._waiting)
 
-    @property
-    def admits(self) -> bool:
-        """Whether the next step may admit a sequence."""
-        return bool(self._waiting) and not self._stuck and len(self._running) < self.most_sequences
-
-    def can_grow(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether each of these running sequences can have one more token without a preemption."""
-        free = self.pages.free()
-        if free >= len(self._running):
-            return True
-        return sum(self._pages_for(len(one) + 1) - len(one.pages) for one in sequences) <= free
+    def can_grow(self) -> bool:
+        """Whether the next step needs no preemption, also if every running sequence gets one more
+        token before it."""
+        ends = (min(len(one) + 1, one.most) for one in self._running.values())
+        need = sum(map(self._pages_for, ends))
+        return need - sum(len(one.pages) for one in self._running.values()) <= self.pages.free()
 
     def add(self, sequence: Sequence) -> None:
         """Appends it to the queue. ValueError if it can never run to its end."""

@@ -61,7 +61,11 @@ def case(request, path):
     return request.param, prompts, params, wanted
 
 
-@pytest.mark.parametrize("options", [{}, {"pages": 12}, {"max_num_seqs": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pages": 12}, {"max_num_seqs": 3}, {"max_batched_tokens": 16, "max_num_seqs": 8}],
+    ids=str,
+)
 def test_texts_are_the_same(options, case, path):
     plain, prompts, params, wanted = case
     with ahead(path, **options) as made:
@@ -75,8 +79,32 @@ def test_one_alone_runs_ahead_all_the_way(path):
     with ahead(path) as made:
         (output,) = made.generate(["abc"], params)
         assert len(output.outputs[0].token_ids) == 50
-        # The first token comes with the prompt, the second is the first that nobody waits for.
-        assert made.engine.runner.promised == 48
+        assert made.engine.runner.promised == 49  # all but the last one, which no step reads
+
+
+def test_decodes_run_ahead_beside_prompts(path):
+    """Prompts of several chunks, admitted one after the other: all steps but the last mix both."""
+    draw = random.Random(2)
+    prompts = ["".join(draw.choices("abcdefgh ", k=60)) for _ in range(12)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    options = {"max_batched_tokens": 24, "max_num_seqs": 4}
+    with LLM(path, dtype="float32", **options) as made:
+        wanted = [facts(output) for output in made.generate(prompts, params)]
+    with ahead(path, **options) as made:
+        beside = []
+        inner = made.engine.runner.run
+
+        def watched(pieces, rules=None):
+            before = made.engine.runner.promised
+            decoded = inner(pieces, rules)
+            if any(piece.count > 1 for piece in pieces):
+                beside.append(made.engine.runner.promised - before)
+            return decoded
+
+        made.engine.runner.run = watched
+        assert [facts(output) for output in made.generate(prompts, params)] == wanted
+        assert made.engine.runner.promised == 12 * 39
+        assert sum(beside) > 60 and len(beside) > 30
 
 
 def test_a_full_cache_runs_ahead_while_pages_have_room(path):
@@ -86,7 +114,7 @@ def test_a_full_cache_runs_ahead_while_pages_have_room(path):
         need = -(-(len(made.tokenizer("abc").input_ids) + 50) // made.engine.pages.tokens)
     with ahead(path, pages=2 * need) as made:
         made.generate(["abc", "def"], params)
-        assert made.engine.runner.promised == 2 * 48
+        assert made.engine.runner.promised == 2 * 49
 
 
 def test_cancelled_while_it_flies(path):
@@ -111,7 +139,7 @@ def test_a_bad_row_ends_its_request_alone(path):
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     with ahead(path) as made:
         engine, runner = made.engine, made.engine.runner
-        inner, calls = runner.decode, []
+        inner, calls = runner.run, []
 
         def spoilt(pieces, rules=None):
             calls.append(len(pieces))
@@ -120,7 +148,7 @@ def test_a_bad_row_ends_its_request_alone(path):
                 decoded.found[1, 1] = torch.tensor(float("nan")).view(torch.int32)
             return decoded
 
-        runner.decode = spoilt
+        runner.run = spoilt
         outputs = [made._request(prompt, params) for prompt in ("abc", "defgh")]
         for output in outputs:
             engine.add(output, params)

@@ -2,7 +2,8 @@
 
 A step of decodes alone replays the graph of the next larger batch size, over tables filled for this
 step. Steps with prefill chunks are launched kernel by kernel; their attention is FlashAttention
-over K and V gathered from the pages.
+over K and V gathered from the pages. No call waits for the GPU: the host prepares a step while the
+one before it runs.
 """
 
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.engine.cuda import fused, tables
@@ -21,7 +23,7 @@ from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
 from billfish.engine.kv.rotation import Rotation
-from billfish.engine.runner import Decoded, Rules
+from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
@@ -94,35 +96,51 @@ class GpuRunner:
         if graphs:
             self._capture(buckets(most_sequences))
 
-    def decode(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
-        """One token of each piece; logits, and with rules the next tokens."""
+    @torch.inference_mode()
+    def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
+        """Logits of the pieces that sample, and with rules their next tokens."""
+        if all(piece.count == 1 and piece.samples for piece in pieces):
+            logits = self._decode(pieces, rules)
+        else:
+            hidden = self.hidden(pieces, rules)
+            rows = self._upload(np.array(last_rows(pieces), np.int32))
+            logits = self.decoder.head(hidden.index_select(0, rows))
+            if rules:
+                self.fused.draw(logits, self.tables.columns["rules"], self.found)
+        if rules is None:
+            return Decoded(logits)
+        count, (place, landed) = len(logits), next(self._landings)
+        place[:count].copy_(self.found[:count], non_blocking=True)
+        landed.record()
+        return Decoded(logits, place[:count], landed)
+
+    def _decode(self, pieces: Many[Piece], rules: Rules | None) -> Tensor:
+        """One token of each piece."""
         count = len(pieces)
         rows = next((size for size in sorted(self.graphs) if size >= count), count)
         self.tables.fill(pieces, rows, rules)
-        if rows in self.graphs:
-            graph, logits = self.graphs[rows]
-            graph.replay()
-        else:
-            logits = self._step(rows)
-        if rules is None:
-            return Decoded(logits[:count])
-        place, landed = next(self._landings)
-        place[:count].copy_(self.found[:count], non_blocking=True)
-        landed.record()
-        return Decoded(logits[:count], place[:count], landed)
+        if rows not in self.graphs:
+            return self._step(rows)[:count]
+        graph, logits = self.graphs[rows]
+        graph.replay()
+        return logits[:count]
 
     @torch.inference_mode()
-    def hidden(self, pieces: Many[Piece]) -> Tensor:  # (tokens of all pieces, hidden)
-        """Any pieces; those of one token come first, and their attention is a decode's."""
+    def hidden(self, pieces: Many[Piece], rules: Rules | None = None) -> Tensor:
+        """(tokens of all pieces, hidden). Pieces of one token come first, and their attention is a
+        decode's."""
         single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
-        chunks, device = pieces[single:], self.decoder.device
-        self.tables.fill(pieces[:single], single)
-        tokens = [t for p in pieces for t in p.sequence.part(p.start, p.start + p.count)]
-        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in pieces])
-        slots = np.concatenate([_slots(p, p.start) for p in pieces])
-        columns = np.stack([np.array(tokens), positions, slots]).astype(np.int32)
-        flat = torch.from_numpy(columns).to(device)
-        prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, device)
+        chunks = pieces[single:]
+        tables = self.tables.fill(pieces[:single], single, rules)
+        tokens = [t for p in chunks for t in p.sequence.part(p.start, p.start + p.count)]
+        positions = [np.arange(p.start, p.start + p.count) for p in chunks]
+        slots = [_slots(p, p.start) for p in chunks]
+        columns = [
+            np.concatenate((done, *more))
+            for done, more in zip(tables, ([np.array(tokens)], positions, slots), strict=True)
+        ]
+        flat = self._upload(np.stack(columns))
+        prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, self._upload)
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             if single:
@@ -131,6 +149,11 @@ class GpuRunner:
                 out[single:] = prefill(layer, q[single:])
 
         return self._forward(flat[0], flat[1], flat[2], attend)
+
+    def _upload(self, numbers: NDArray[Any]) -> Tensor:
+        """int32 on the GPU. From pinned memory: the host does not wait for the steps before."""
+        pinned = torch.from_numpy(numbers.astype(np.int32)).pin_memory()
+        return pinned.to(self.decoder.device, non_blocking=True)
 
     @torch.inference_mode()
     def _step(self, rows: int) -> Tensor:
@@ -212,19 +235,18 @@ class Prefill:
         shape: Shape,
         pieces: Many[Piece],
         dtype: torch.dtype,
-        device: torch.device,
+        upload: Callable[[NDArray[Any]], Tensor],
     ) -> None:
         self.kernels, self.shape = kernels, shape
         ends = [piece.start + piece.count for piece in pieces]
         self.most = max((p.count for p in pieces), default=0), max(ends, default=0)
         slots = [_slots(piece, 0) for piece in pieces]
         both = [np.cumsum([0, *(p.count for p in pieces)]), np.cumsum([0, *ends])]
-        numbers = np.concatenate([*both, *slots]).astype(np.int32)
-        flat = torch.from_numpy(numbers).to(device)
+        flat = upload(np.concatenate([*both, *slots]))
         edge = len(pieces) + 1
         self.queries, self.keys, self.slots = flat[:edge], flat[edge : 2 * edge], flat[2 * edge :]
         size = (len(self.slots), shape.kv_heads, shape.head_dim)
-        self.k, self.v = torch.empty((2, *size), dtype=dtype, device=device)
+        self.k, self.v = torch.empty((2, *size), dtype=dtype, device=flat.device)
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         self.kernels.gather(layer, self.slots, self.k, self.v)
@@ -248,7 +270,7 @@ class Prefill:
         return out
 
 
-def _slots(piece: Piece, first: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _slots(piece: Piece, first: int) -> NDArray[np.int64]:
     """Slots of tokens [first, end of the piece) of its sequence."""
     place = np.arange(first, piece.start + piece.count)
     return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE

@@ -117,12 +117,15 @@ class Tables:
         self._last: list[tuple[Sequence, int, int]] = []
         self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
 
-    def fill(self, pieces: Many[Piece], rows: int, rules: Rules | None = None) -> None:
-        """One token of each piece, padded to `rows`. Without rules sampling is greedy."""
+    def fill(
+        self, pieces: Many[Piece], rows: int, rules: Rules | None = None
+    ) -> tuple[NDArray[np.int32], ...]:
+        """One token of each piece, padded to `rows`; returns their tokens, positions and slots.
+        Rules may be more: a step's other pieces sample, too. Without them sampling is greedy."""
         count, numbers = len(pieces), self._numbers
         numbers["rules"][: rows * RULE] = 0
         if rules:
-            numbers["rules"][: count * RULE] = np.concatenate(rules)
+            numbers["rules"][: len(rules) * RULE] = np.concatenate(rules)
         numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
         if not self._advance(pieces, rows):
             self._build(pieces, rows)
@@ -130,6 +133,7 @@ class Tables:
         end, place = self._shape[2], next(self._places)
         place.numpy()[:end] = self._flat[:end]
         self.card[:end].copy_(place[:end], non_blocking=True)
+        return tuple(numbers[name][:count] for name in ("tokens", "positions", "slots"))
 
     def _advance(self, pieces: Many[Piece], rows: int) -> bool:
         """Increments the last step's tables if every sequence has one token more in the same pages:
