@@ -77,6 +77,7 @@ def small():
 
 def store():
     yield "kMostGroup", fused.ROTATED_GROUP
+    yield "kTogether", fused.TOGETHER
     yield "kBlocks", codes.BLOCKS
     yield "kGatherSlots", fused.GATHER_SLOTS
 

@@ -27,6 +27,7 @@ SWIGLU_THREADS = 128
 STORE_WARPS = 16
 DRAW_THREADS = 1024
 ROTATED_GROUP = 16  # query heads of a kv head
+TOGETHER = 4  # tokens that a block rotates at once; as in store.cuh
 ROTATED_BLOCKS = 2  # an SM: 128 registers a thread hold the matrices
 GATHER_SLOTS = 8
 
@@ -143,6 +144,8 @@ class Fused:
         """Norm, RoPE and rotation of the heads: q to q_out, k and v coded into the pool."""
         assert positions.dtype == slots.dtype == torch.int32
         tokens = len(positions)
+        # A block of rotated tokens takes about as long for four as for one.
+        each = max(1, min(-(-tokens // self._most_blocks), TOGETHER))
         args = (
             qkv.data_ptr(),
             self._cos.data_ptr(),
@@ -155,12 +158,13 @@ class Fused:
             q_out.data_ptr(),
             self._records(layer),
             tokens,
+            each,
             self.group,
             self.rotary,
             numpy.float32(eps),
             self._limit,
         )
-        grid = (min(tokens, self._most_blocks), self.shape.kv_heads)
+        grid = (min(-(-tokens // each), self._most_blocks), self.shape.kv_heads)
         self._store.launch(grid, self._threads, args, pdl=True)
 
     def gather(self, layer: int, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:

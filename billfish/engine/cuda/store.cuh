@@ -4,7 +4,8 @@
 //     lane l                   channels 4l .. 4l + 3 of q and k; RoPE's partner is in another lane
 //     kTurned (kv4)            rotation.py's k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs
 //                              each. k' is coded in four blocks of channels with error feedback:
-//                              the error of each, times `carry`, is added to the later ones
+//                              the error of each, times `carry`, is added to the later ones.
+//                              Up to four tokens at once: a chain of latencies, not of work
 // 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds: ptxas may
 // fuse mul.f16x2 and add.f16x2 into an fma, which rounds once.
 #pragma once
@@ -156,6 +157,7 @@ BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
 
 constexpr int kMostGroup = 16;  // query heads of a kv head, where they are rotated
 constexpr int kBlocks = 4;      // of channels, with error feedback: kv/codes.py's BLOCKS
+constexpr int kTogether = 4;    // tokens: a number and its remainder are two of mma's 8 columns
 
 // d (16 outputs, 8 rows) = a matrix, a fragment for each 16 inputs, times rows in shared memory.
 template <int kSteps>
@@ -168,41 +170,43 @@ BILLFISH_DEVICE void turn(float (&d)[4], const u32 (&a)[kSteps][4], const u16* r
     }
 }
 
-// What the warps of a block share of a token's k'.
+// What the warps of a block share of its tokens' k'.
 template <int kHeadDim>
 struct Told {
     uint4 carry[kHeadDim / 16 / kBlocks * (kBlocks - 1)][2 * kHeadDim];  // private to each thread
     float4 mean[32];                                      // of the warp that has k, by lane
-    u16 errors[2][kHeadDim + 8];                          // in steps: fp16, and the remainder
-    float lowest[kHeadDim / 16], highest[kHeadDim / 16];  // of each warp's channels
+    u16 errors[kTogether][2][kHeadDim + 8];               // in steps: fp16, and the remainder
+    float lowest[kTogether][kHeadDim / 16], highest[kTogether][kHeadDim / 16];  // of each warp
 };
 template <>
 struct Told<0> {};
 
-// Codes a token's k' with error feedback, in units of the step; four lanes have the same channels.
+// Codes k' with error feedback, in units of the step: lane % 4 is the token, and its slot < 0 if
+// nothing is stored.
 template <class T, class R, int kHeadDim>
-BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int lane, float (&x)[2],
-                                   Told<kHeadDim>& told) {
+BILLFISH_DEVICE void store_carried(unsigned char* pool, int slot, int warp, int lane,
+                                   float (&x)[2], Told<kHeadDim>& told) {
     constexpr int kWarps = kHeadDim / 16, kPer = kWarps / kBlocks;  // warps for a block of channels
-    const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
-    float lowest = told.lowest[0], highest = told.highest[0];
+    const int r = lane / 4, which = lane % 4, first = warp * 16 + 2 * r;
+    float lowest = told.lowest[which][0], highest = told.highest[which][0];
     bool strange = lowest != lowest;
 #pragma unroll
     for (int i = 1; i < kWarps; ++i) {
-        strange |= told.lowest[i] != told.lowest[i];
-        lowest = fminf(lowest, told.lowest[i]), highest = fmaxf(highest, told.highest[i]);
+        const float other = told.lowest[which][i];
+        strange |= other != other;
+        lowest = fminf(lowest, other), highest = fmaxf(highest, told.highest[which][i]);
     }
     const u32 grid = grid_of<T, R::kBits>(strange ? not_a_number() : lowest, highest);
     const float step = T::to_float(grid & 0xffff), low = T::to_float(grid >> 16);
     x[0] = (x[0] - low) / step, x[1] = (x[1] - low) / step;
 #pragma unroll
     for (int now = 0; now < kBlocks - 1; ++now) {
-        if (warp / kPer == now && pair < 2) {
+        if (warp / kPer == now) {
             const float a = x[0] - code_of<R::kBits>(x[0]), b = x[1] - code_of<R::kBits>(x[1]);
-            u32 error = Half::pack(a, b);
-            if (pair == 1)
-                error = Half::pack(a - Half::to_float(error), b - Half::to_float(error >> 16));
-            *reinterpret_cast<u32*>(told.errors[pair] + first) = error;
+            const u32 error = Half::pack(a, b);
+            *reinterpret_cast<u32*>(told.errors[which][0] + first) = error;
+            *reinterpret_cast<u32*>(told.errors[which][1] + first) =
+                Half::pack(a - Half::to_float(error), b - Half::to_float(error >> 16));
         }
         __syncthreads();
         if (warp / kPer <= now) continue;
@@ -211,8 +215,8 @@ BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int l
         for (int i = 0; i < kPer; ++i) {
             const uint4 a = told.carry[now * kPer + i][threadIdx.x];
             const u32 fragment[4] = {a.x, a.y, a.z, a.w};
-            const u16* row = told.errors[r % 2] + (now * kPer + i) * 16;
-            const u32* b = reinterpret_cast<const u32*>(row) + pair;
+            const u16* row = told.errors[r / 2][r % 2] + (now * kPer + i) * 16;
+            const u32* b = reinterpret_cast<const u32*>(row) + which;
             if (i == 0) Half::mma_first(d, fragment, b[0], b[4]);
             else Half::mma(d, fragment, b[0], b[4]);
         }
@@ -223,13 +227,17 @@ BILLFISH_DEVICE void store_carried(unsigned char* record, int t, int warp, int l
     word <<= r % 4 * R::kBits;
     word |= shuffle_xor(word, 4);
     word |= shuffle_xor(word, 8);
-    if (lane % 16 == 0) reinterpret_cast<u32*>(record)[R::k(t, first) / 8] = word;
-    if (threadIdx.x == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2] = grid;
+    if (slot < 0) return;
+    unsigned char* const record = record_of<R>(pool, slot);
+    const int t = slot % kPageTokens;
+    if (r % 4 == 0) reinterpret_cast<u32*>(record)[R::k(t, first) / 8] = word;
+    if (warp == 0 && r == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2] = grid;
 }
 
 // qkv (tokens, heads + 2 kv heads, kHeadDim); cos and sin (positions, rotary / 2); norms, mean and
 // matrices (as fused.py orders them) may be null. slots < 0: padding, of which only q is written.
-// Blocks take every gridDim.x-th token, so that many tokens share the matrices a block has loaded.
+// Blocks take every gridDim.x-th `each` tokens, one to kTogether of them where kTurned: many tokens
+// share the matrices that a block has loaded.
 template <class T, class Format, int kHeadDim, bool kTurned>
 __global__ void __launch_bounds__(kTurned ? 2 * kHeadDim : 512, 2)
 rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ sin,
@@ -237,12 +245,14 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
            const u16* __restrict__ q_norm, const u16* __restrict__ k_norm,
            const float* __restrict__ mean, const uint4* __restrict__ to_keys,
            const uint4* __restrict__ to_queries, const uint4* __restrict__ carry, u16* q_out,
-           unsigned char* pool, int tokens, int group, int rotary, float eps, float limit) {
+           unsigned char* pool, int tokens, int each, int group, int rotary, float eps,
+           float limit) {
     static_assert(!kTurned || Format::kBits == 4);
     using R = Places<Format, kHeadDim>;
     constexpr int kLanes = kHeadDim / 4, kSteps = kTurned ? kHeadDim / 16 : 1;
     constexpr int kStride = kHeadDim + 8;  // eight rows lie in different banks
-    __shared__ __align__(16) u16 rows[kTurned ? kMostGroup + 2 : 1][kStride];
+    constexpr int kRows = kTurned ? kMostGroup + 2 : 1;
+    __shared__ __align__(16) u16 rows[kTurned ? kTogether : 1][kRows][kStride];
     __shared__ __align__(16) Told<kTurned ? kHeadDim : 0> told;
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
@@ -273,20 +283,22 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     const bool rotated = l < 2 * half;
     const int partner = !rotated ? l : l < half ? l + half : l - half;
 
-    for (int token = blockIdx.x; token < tokens; token += gridDim.x) {
-        const int slot = slots[token], t = slot % kPageTokens;
-        uint2 c = {}, s = {};
-        if (rotated) {
-            const u64 at = static_cast<u64>(positions[token]) * half + angle;
-            c = reinterpret_cast<const uint2*>(cos)[at];
-            s = reinterpret_cast<const uint2*>(sin)[at];
-            if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
-        }
+    for (int start = blockIdx.x * each; start < tokens; start += gridDim.x * each) {
+        const int count = min(each, tokens - start);
+        for (int unit = warp; unit < count * (group + 2); unit += warps) {
+            const int which = unit / (group + 2), head = unit % (group + 2), token = start + which;
+            const int slot = slots[token], t = slot % kPageTokens;
+            uint2 c = {}, s = {};
+            if (rotated) {
+                const u64 at = static_cast<u64>(positions[token]) * half + angle;
+                c = reinterpret_cast<const uint2*>(cos)[at];
+                s = reinterpret_cast<const uint2*>(sin)[at];
+                if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
+            }
 #if __CUDA_ARCH__ >= 900
-        dependency_wait();
+            dependency_wait();
 #endif
-        unsigned char* const record = record_of<R>(pool, slot);
-        for (int head = warp; head < group + 2; head += warps) {
+            unsigned char* const record = record_of<R>(pool, slot);
             const int place =
                 head < group ? kv_head * group + head : head * kv_heads + kv_head;
             const u16* from =
@@ -312,7 +324,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
                     const float4 middle = told.mean[lane];
                     x[0] -= middle.x, x[1] -= middle.y, x[2] -= middle.z, x[3] -= middle.w;
                 }
-                u16* row = rows[key ? kMostGroup : head] + 4 * l;
+                u16* row = rows[which][key ? kMostGroup : head] + 4 * l;
                 u32 rounded[4], rest[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -334,28 +346,33 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
         }
         if constexpr (kTurned) {
             // Rows r and r + 8 of a fragment are outputs 2r and 2r + 1: neighbours in a lane.
+            // Of the keys, columns 2i and 2i + 1 are token i: lane % 4 has its sum.
             const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
+            const int slot = pair < count ? slots[start + pair] : -1, columns = count * group;
             float d[4];
             __syncthreads();
-            turn<kSteps>(d, keys, rows[kMostGroup + r % 2], pair);
+            turn<kSteps>(d, keys, rows[r / 2][kMostGroup + r % 2], pair);
             float x[2] = {clamped(d[0] + d[1], limit), clamped(d[2] + d[3], limit)};
             const bool strange = x[0] != x[0] || x[1] != x[1];
             const float lowest = min_over<32, 4>(fminf(x[0], x[1]));
-            told.highest[warp] = max_over<32, 4>(fmaxf(x[0], x[1]));
-            told.lowest[warp] = ballot(strange) ? not_a_number() : lowest;
-            for (int some = 0; some < group; some += 8) {
-                turn<kSteps>(d, queries, rows[some + r], pair);
+            told.highest[pair][warp] = max_over<32, 4>(fmaxf(x[0], x[1]));
+            told.lowest[pair][warp] =
+                ballot(strange) & 0x11111111u << pair ? not_a_number() : lowest;
+            for (int some = 0; some < columns; some += 8) {
+                const int mine = min(some + r, columns - 1);
+                turn<kSteps>(d, queries, rows[mine / group][mine % group], pair);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int head = some + 2 * pair + i;
-                    const u64 to = (static_cast<u64>(token) * kv_heads + kv_head) * group + head;
-                    if (head < group)
-                        *reinterpret_cast<u32*>(q_out + to * kHeadDim + first) =
-                            T::pack(d[i], d[i + 2]);
+                    const int column = some + 2 * pair + i;
+                    if (column >= columns) continue;
+                    const u64 to = static_cast<u64>(start + column / group) * kv_heads + kv_head;
+                    *reinterpret_cast<u32*>(
+                        q_out + (to * group + column % group) * kHeadDim + first) =
+                        T::pack(d[i], d[i + 2]);
                 }
             }
             __syncthreads();
-            if (slot >= 0) store_carried<T, R, kHeadDim>(record, t, warp, lane, x, told);
+            store_carried<T, R, kHeadDim>(pool, slot, warp, lane, x, told);
         }
     }
 }
