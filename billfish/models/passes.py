@@ -8,7 +8,7 @@ linears have their final weights. A Llama block then runs once in the original a
 quantized model, except for gate and up, which run twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -242,13 +242,20 @@ def observe_inputs(block: nn.Module, see: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def rounded_input(
-    block: nn.Module, path: str, rounding: Callable[[Tensor], Tensor]
+    block: nn.Module, paths: Sequence[str], rounding: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Within this context this linear gets `rounding(x)` for its input x."""
-    handle = block.get_submodule(path).register_forward_pre_hook(
-        lambda m, args: (rounding(args[0]), *args[1:])
-    )
+    """Within this context these linears, which share their input x, get `rounding(x)` for it."""
+    last: tuple[Tensor, Tensor] | None = None
+
+    def rounded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal last
+        if last is None or last[0] is not args[0]:
+            last = args[0], rounding(args[0])
+        return (last[1], *args[1:])
+
+    handles = [block.get_submodule(path).register_forward_pre_hook(rounded) for path in paths]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -284,9 +284,9 @@ class BlockJob:
             self._put(path, part.decoded)
             on_linear(path, part)
             start = end
-            if part.rounding is not None:
-                block = self.model.blocks[self.index]
-                self.rounding.enter_context(rounded_input(block, path, part.rounding))
+        if solved.rounding is not None:
+            block = self.model.blocks[self.index]
+            self.rounding.enter_context(rounded_input(block, paths, solved.rounding))
 
     def _weights(self, paths: list[str]) -> Tensor:
         """The checkpoint's weights in fp32, stacked along n, without rounding to the compute

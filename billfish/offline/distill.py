@@ -164,7 +164,7 @@ class Student:
             for block, parts in zip(self.model.blocks, self.linears, strict=True):
                 for path, part in parts.items():
                     if part.rounding is not None:
-                        stack.enter_context(rounded_input(block, path, part.rounding))
+                        stack.enter_context(rounded_input(block, [path], part.rounding))
             yield
         self.model.drop("", skip=self.model.prefix + ".")
 

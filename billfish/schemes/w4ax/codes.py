@@ -31,14 +31,17 @@ class Inputs:
 
 
 def rounded_input(scheme: W4AX, inputs: Inputs | None, x: Tensor) -> Tensor:
-    """Activations as ops round them, with the gradient of x."""
+    """Activations as ops round them, but for ties, with the gradient of x. Rotated by a product:
+    butterflies are seven passes over x."""
     given = x.detach()
     if inputs is None:
         x8, scale = round_tokens(given)
         return straight.through((x8 * scale).to(x.dtype), x)
-    x8, scale = round_blocks(given[..., inputs.order], inputs.bits, scheme.rotation)
-    z = x8 * scale
-    z = rotated_by(inputs.matrix, z, inputs.bits) if scheme.rotation else z
+    matrix, bits, z = inputs.matrix, inputs.bits, given[..., inputs.order]
+    with torch.autocast(x.device.type, enabled=False):
+        x8, scale = round_blocks(rotated_by(matrix, z, bits) if scheme.rotation else z, bits, False)
+        z = x8 * scale
+        z = rotated_by(matrix, z, bits) if scheme.rotation else z
     return straight.through(z[..., inputs.back].to(x.dtype), x)
 
 
