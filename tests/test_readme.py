@@ -67,7 +67,11 @@ def test_every_command_exists_with_its_options():
         command = top
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
-        known = {option for parameter in command.params for option in parameter.opts}
+        known = {
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert {word for word in words if word.startswith("--")} <= known, words
 
 
@@ -139,6 +143,35 @@ def test_bits():
         )
         for each in told["results"]
     )
+
+
+def test_rounded_activations():
+    told, names = load("smollm2-w4ax.json"), {"gptq": "GPTQ", "finetune": "finetune"}
+    rows = []
+    for each in told["results"]:
+        kind = "symmetric" if each["symmetric"] else "asymmetric"
+        tasks = each.get("zero_shot", {}).values()
+        rows.append(
+            row(
+                f"{each['scheme']} {kind}",
+                each["activations"],
+                names[each["method"]],
+                *(f"{each[name]:.2f}" for name in ("true_bits", "valid", "test")),
+                f"{100 * mean(tasks):.1f} %" if tasks else "-",
+            )
+        )
+    table(rows)
+    found = {
+        (each["symmetric"], each["kv"]): each["perplexity"]
+        for each in told["kv_results"]
+        if each["text"] == "test"
+    }
+    for symmetric, name in ((False, "asymmetric one goes"), (True, "symmetric one")):
+        before, after = found[symmetric, "kv16"], found[symmetric, "kv4"]
+        where = " on test" if not symmetric else ""
+        more = f"({100 * (after / before - 1):+.1f} %)"
+        says(f"{name} from {before:.2f} to {after:.2f}{where} {more}")
+    says(f"with `kv8` to {found[False, 'kv8']:.2f} and {found[True, 'kv8']:.2f}")
 
 
 def test_stories15m():
