@@ -335,12 +335,12 @@ def rotation_of(layers, kv_heads, head_dim):
 @needs_compiler
 @every_size
 @every_dtype
-@pytest.mark.parametrize("group", [1, 3, 8, 12])
-@pytest.mark.parametrize("blocks", [1, 2, 5], ids="tokens over {} blocks".format)
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("blocks", [1, 3, 5], ids="tokens over {} blocks".format)
 def test_turned(on_cpu, head_dim, dtype, group, blocks):
     rotation = rotation_of(2, 2, head_dim)
     case = Case("kv4", head_dim, dtype, group, rotation=rotation)
-    case.fused._most_blocks = blocks  # four tokens and one; three and two; one at a time
+    case.fused._most_blocks = blocks  # sets of four, two and one
     qkv = case.qkv(5)
     q, k, v = case.parts(qkv)
     got = case.store(qkv, POSITIONS, SLOTS)
@@ -395,6 +395,8 @@ MISTAKES = [
     ("store", r"__syncthreads\(\);(\s+if \(warp / kPer <= now)", r"\1"),
     ("store", r"(told\.errors\[r / 2\])\[r % 2\](.*kPer)", r"\1[0]\2"),
     ("store", r"told\.errors\[r / 2\](.*kPer)", r"told.errors[0]\1"),
+    ("store", r"wait_copies<0>\(\);", ""),
+    ("store", r"(wait_copies<0>\(\);\s+)__syncthreads\(\);", r"\1"),
     ("small", r"__syncthreads\(\);", ""),
     ("small: norm", r"mine\[at\] = [^;]+;", ";"),
 ]
@@ -410,7 +412,7 @@ def test_the_emulator_sees_mistakes(on_cpu, libraries, mistake, tmp_path):
     given = include if header else source
     broken, count = re.subn(pattern, replacement, given.read_text(), count=1)
     assert count, "the text has changed: mend the pattern"
-    turned = "float d" in pattern or "kPer" in pattern
+    turned = any(word in pattern for word in ("float d", "kPer", "wait_copies"))
     programs = fused.programs(torch.float16, "kv4", 64, turned)
     mine = [program for program in programs if program.source == source]
     flags = []

@@ -26,7 +26,7 @@ TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
 SWIGLU_THREADS = 128
 STORE_WARPS = 16
 DRAW_THREADS = 1024
-ROTATED_GROUP = 16  # query heads of a kv head
+ROTATED_GROUP = 8  # query heads of a kv head
 TOGETHER = 4  # tokens that a block rotates at once; as in store.cuh
 ROTATED_BLOCKS = 2  # an SM: 128 registers a thread hold the matrices
 GATHER_SLOTS = 8
@@ -145,7 +145,7 @@ class Fused:
         assert positions.dtype == slots.dtype == torch.int32
         tokens = len(positions)
         # A block of rotated tokens takes about as long for four as for one.
-        each = max(1, min(-(-tokens // self._most_blocks), TOGETHER))
+        each = TOGETHER if tokens > 2 * self._most_blocks else 1 + (tokens > self._most_blocks)
         args = (
             qkv.data_ptr(),
             self._cos.data_ptr(),

@@ -5,7 +5,8 @@
 //     kTurned (kv4)            rotation.py's k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs
 //                              each. k' is coded in four blocks of channels with error feedback:
 //                              the error of each, times `carry`, is added to the later ones.
-//                              Up to four tokens at once: a chain of latencies, not of work
+//                              Four tokens at once, and the next four are fetched meanwhile: what
+//                              a token takes is latency
 // 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds: ptxas may
 // fuse mul.f16x2 and add.f16x2 into an fma, which rounds once.
 #pragma once
@@ -155,7 +156,7 @@ BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
             T::mul(weight.y, T::pack(x[2] * scale, x[3] * scale))};
 }
 
-constexpr int kMostGroup = 16;  // query heads of a kv head, where they are rotated
+constexpr int kMostGroup = 8;   // query heads of a kv head, where they are rotated
 constexpr int kBlocks = 4;      // of channels, with error feedback: kv/codes.py's BLOCKS
 constexpr int kTogether = 4;    // tokens: a number and its remainder are two of mma's 8 columns
 
@@ -236,8 +237,8 @@ BILLFISH_DEVICE void store_carried(unsigned char* pool, int slot, int warp, int 
 
 // qkv (tokens, heads + 2 kv heads, kHeadDim); cos and sin (positions, rotary / 2); norms, mean and
 // matrices (as fused.py orders them) may be null. slots < 0: padding, of which only q is written.
-// Blocks take every gridDim.x-th `each` tokens, one to kTogether of them where kTurned: many tokens
-// share the matrices that a block has loaded.
+// Blocks take every gridDim.x-th set of `each` tokens, 1, 2 or kTogether where kTurned and else 1:
+// many tokens share the matrices that a block has loaded.
 template <class T, class Format, int kHeadDim, bool kTurned>
 __global__ void __launch_bounds__(kTurned ? 2 * kHeadDim : 512, 2)
 rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ sin,
@@ -251,8 +252,9 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     using R = Places<Format, kHeadDim>;
     constexpr int kLanes = kHeadDim / 4, kSteps = kTurned ? kHeadDim / 16 : 1;
     constexpr int kStride = kHeadDim + 8;  // eight rows lie in different banks
-    constexpr int kRows = kTurned ? kMostGroup + 2 : 1;
-    __shared__ __align__(16) u16 rows[kTurned ? kTogether : 1][kRows][kStride];
+    constexpr int kSet = kTurned ? kTogether : 1, kHeads = kTurned ? kMostGroup + 2 : 1;
+    __shared__ __align__(16) u16 rows[kSet][kHeads][kStride];
+    __shared__ __align__(16) u16 raw[kSet * kHeads * kHeadDim];  // of qkv: [token][head]
     __shared__ __align__(16) Told<kTurned ? kHeadDim : 0> told;
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
@@ -283,26 +285,51 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
     const bool rotated = l < 2 * half;
     const int partner = !rotated ? l : l < half ? l + half : l - half;
 
-    for (int start = blockIdx.x * each; start < tokens; start += gridDim.x * each) {
+    const int heads = group + 2, of_token = warps / each;  // warps
+    const int which = warp / of_token;                      // this warp's token of a set
+    int slot = -1;
+    uint2 c = {}, s = {};
+    const auto look_up = [&](int start) {
+        const int token = start + which;
+        if (token >= tokens) return;
+        slot = slots[token];
+        if (!rotated) return;
+        const u64 at = static_cast<u64>(positions[token]) * half + angle;
+        c = reinterpret_cast<const uint2*>(cos)[at], s = reinterpret_cast<const uint2*>(sin)[at];
+        if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
+    };
+    const auto place_of = [&](int token, int head) {
+        const int place = head < group ? kv_head * group + head : head * kv_heads + kv_head;
+        return static_cast<u64>(token) * heads * kv_heads + place;
+    };
+    const auto fetch = [&](int start) {
+        constexpr int kChunks = kHeadDim / 8;  // of 16 bytes
         const int count = min(each, tokens - start);
-        for (int unit = warp; unit < count * (group + 2); unit += warps) {
-            const int which = unit / (group + 2), head = unit % (group + 2), token = start + which;
-            const int slot = slots[token], t = slot % kPageTokens;
-            uint2 c = {}, s = {};
-            if (rotated) {
-                const u64 at = static_cast<u64>(positions[token]) * half + angle;
-                c = reinterpret_cast<const uint2*>(cos)[at];
-                s = reinterpret_cast<const uint2*>(sin)[at];
-                if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
-            }
+        for (int chunk = threadIdx.x; chunk < count * heads * kChunks; chunk += blockDim.x) {
+            const int row = chunk / kChunks;
+            const u64 from = place_of(start + row / heads, row % heads) * kHeadDim;
+            copy_async_16(smem_address(raw + chunk * 8), qkv + from + chunk % kChunks * 8);
+        }
+        commit_copies();
+    };
+
+    look_up(blockIdx.x * each);
 #if __CUDA_ARCH__ >= 900
-            dependency_wait();
+    dependency_wait();
 #endif
-            unsigned char* const record = record_of<R>(pool, slot);
-            const int place =
-                head < group ? kv_head * group + head : head * kv_heads + kv_head;
+    if constexpr (kTurned) fetch(blockIdx.x * each);
+    for (int start = blockIdx.x * each; start < tokens; start += gridDim.x * each) {
+        const int count = min(each, tokens - start), next = start + gridDim.x * each;
+        if constexpr (kTurned) {
+            wait_copies<0>();
+            __syncthreads();
+        }
+        unsigned char* const record = record_of<R>(pool, slot);
+        const int t = slot % kPageTokens;
+        for (int head = warp % of_token; which < count && head < heads; head += of_token) {
+            const u64 place = place_of(start + which, head);
             const u16* from =
-                qkv + (static_cast<u64>(token) * (group + 2) * kv_heads + place) * kHeadDim;
+                kTurned ? raw + (which * heads + head) * kHeadDim : qkv + place * kHeadDim;
             float x[4];
             if (head == group + 1) {
 #pragma unroll
@@ -340,17 +367,19 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             } else if (head == group) {
                 if (slot >= 0) store_k<T, R, kLanes>(record, t, lane, x, limit);
             } else if (lane < kLanes) {
-                const u64 to = static_cast<u64>(token) * group * kv_heads + place;
-                reinterpret_cast<uint2*>(q_out)[to * kLanes + l] = v;
+                const u64 to = static_cast<u64>(start + which) * group * kv_heads;
+                reinterpret_cast<uint2*>(q_out)[(to + kv_head * group + head) * kLanes + l] = v;
             }
         }
+        look_up(next);
         if constexpr (kTurned) {
             // Rows r and r + 8 of a fragment are outputs 2r and 2r + 1: neighbours in a lane.
             // Of the keys, columns 2i and 2i + 1 are token i: lane % 4 has its sum.
             const int r = lane / 4, pair = lane % 4, first = warp * 16 + 2 * r;
-            const int slot = pair < count ? slots[start + pair] : -1, columns = count * group;
+            const int stored = pair < count ? slots[start + pair] : -1, columns = count * group;
             float d[4];
             __syncthreads();
+            if (next < tokens) fetch(next);
             turn<kSteps>(d, keys, rows[r / 2][kMostGroup + r % 2], pair);
             float x[2] = {clamped(d[0] + d[1], limit), clamped(d[2] + d[3], limit)};
             const bool strange = x[0] != x[0] || x[1] != x[1];
@@ -372,7 +401,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
                 }
             }
             __syncthreads();
-            store_carried<T, R, kHeadDim>(pool, slot, warp, lane, x, told);
+            store_carried<T, R, kHeadDim>(pool, stored, warp, lane, x, told);
         }
     }
 }

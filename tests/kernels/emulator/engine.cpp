@@ -1,6 +1,9 @@
 // The engine's small kernels as a library: `run` does what Loaded.launch does, on the CPU's own memory.
 // INSTANCES names a file with one ENTRY(kernel<...>) a line. Blocks run one after the other, so that
 // shared memory may be a static array; kernels that have it at launch are compiled with DYNAMIC_SMEM.
+#ifndef DYNAMIC_SMEM
+#define STATIC_SMEM
+#endif
 #include "machine.h"
 
 #include <tuple>
@@ -76,6 +79,7 @@ extern "C" int run(const char* name, u32 grid_x, u32 grid_y, u32 threads, u32 sm
     for (const Entry& entry : entries) {
         if (strcmp(entry.name, name)) continue;
         lot.seed(seed), gridDim = {grid_x, grid_y};
+        source_end[0] = (const char*)~0ull;  // tensors are torch's: copies are not bounded
         std::vector<Fiber> fibers(threads);
         the_body = [&] { entry.run(from); };
         bool ended = true;

@@ -164,12 +164,23 @@ inline Block& block_of(u32& address) {
     return found;
 }
 
+#ifdef STATIC_SMEM  // arrays of the library itself: addresses are distances from this one
+alignas(16) inline unsigned char static_smem[16];
+inline u32 static_address(const void* p) {
+    return kSmemBase + (u32)((const unsigned char*)p - static_smem);
+}
+inline unsigned char* smem_at(u32 address, u32 bytes) {
+    demand(address % (bytes > 16 ? 16 : bytes) == 0, "alignment");
+    return static_smem + (int)(address - kSmemBase);
+}
+#else
 inline unsigned char* smem_at(u32 address, u32 bytes) {
     Block& block = block_of(address);
     demand(address % (bytes > 16 ? 16 : bytes) == 0, "alignment");
     demand(address >= kSmemBase && address + bytes <= kSmemBase + block.smem.size(), "outside");
     return block.smem.data() + address - kSmemBase;
 }
+#endif
 
 inline Barrier& barrier_at(u32 address) {
     Block& block = block_of(address);

@@ -8,7 +8,11 @@ namespace billfish {
 
 extern unsigned char smem[];
 
+#ifdef STATIC_SMEM
+inline u32 smem_address(const void* p) { return static_address(p); }
+#else
 inline u32 smem_address(const void*) { return kSmemBase; }
+#endif
 
 inline uint4 load_smem_16(u32 a) { return read<uint4>(a); }
 inline uint2 load_smem_8(u32 a) { return read<uint2>(a); }
