@@ -19,12 +19,11 @@ from torch.nn.functional import pad
 from billfish.errors import UserError
 from billfish.formats import layout
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4a16_24.scheme import W4A16Sparse
+from billfish.schemes.w4a16_24.scheme import MIDDLE, W4A16Sparse, kept_of
 
 N, K = layout.BRICK_N, layout.BRICK_K
 KEPT = K // 2  # of a record's inputs, in a row
 WORDS, PLACES = N * KEPT // 8, N * KEPT // 16  # 32 bits each
-ZERO = 8  # the code of a weight that is 0
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 CODES_AT_ONCE = 2**26
 
@@ -98,7 +97,7 @@ def pack(scheme: W4A16Sparse, tensors: Tensors) -> tuple[Shape, Tensor]:
 def unpack(scheme: W4A16Sparse, shape: Shape, records: Tensor) -> dict[str, Tensor]:
     """The canonical tensors, bit for bit."""
     words, meta, scales = records.tensor_split((WORDS, WORDS + PLACES), dim=-1)
-    n, kept = shape.n, 2 * math.ceil(shape.k / 4)
+    n, kept = shape.n, kept_of(shape.k)
     words = pad(words, (0, 0, 0, shape.k_tiles % 2)).reshape(shape.bands, -1)  # to whole bricks
     codes = layout.brick().unpack(words, n, words.shape[1] // WORDS * KEPT)[:, :kept]
     places = layout.brick_places().unpack(meta.reshape(shape.bands, -1), n, shape.k_tiles * KEPT)
@@ -109,7 +108,7 @@ def unpack(scheme: W4A16Sparse, shape: Shape, records: Tensor) -> dict[str, Tens
 def _words(codes: Tensor) -> Tensor:
     """Kept codes -> (bands, k tiles, WORDS): a brick has two halves along k, a record one."""
     tiles = math.ceil(codes.shape[1] / KEPT)
-    codes = pad(codes, (0, -codes.shape[1] % (2 * KEPT), 0, -len(codes) % N), value=ZERO)
+    codes = pad(codes, (0, -codes.shape[1] % (2 * KEPT), 0, -len(codes) % N), value=MIDDLE)
     return layout.brick().pack(codes).view(len(codes) // N, -1, WORDS)[:, :tiles]
 
 
