@@ -1,4 +1,4 @@
-// w4a16_24_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, with 2:4 sparse 4-bit
+// w4a16_24_decode: y (m, n) = x (m, k) W^T for m <= 16 at the speed of memory, 2:4 sparse 4-bit
 // weights, sm_90. Clusters, stages and sums are share.cuh's.
 //
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
