@@ -28,6 +28,7 @@ class CudaOp(Op):
 
     name: ClassVar[str] = "cuda"
     run: ClassVar[int] = RUN
+    doubled: ClassVar[bool] = True
 
     @classmethod
     def refuses(cls, scheme: W4A16Sparse, n: int, k: int, device: torch.device) -> str | None:
