@@ -40,6 +40,11 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
     return kSwizzle128 | kEightTokens | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The same `bytes` further on: its upper half stays as it is, a constant that costs no instructions.
+BILLFISH_DEVICE u64 x_further(u64 descriptor, u32 bytes) {
+    return descriptor >> 32 << 32 | (static_cast<u32>(descriptor) + bytes / 16);
+}
+
 // Operands: sums are %0 to %(N / 2 - 1), C their constraint; then the fragment and x's descriptor.
 // clang-format off
 #define BILLFISH_NAMES_8 \

@@ -49,7 +49,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     static_assert(kMostBatchStages * 16 <= kBatchBarrierBytes, "barriers");
 
     extern __shared__ __align__(1024) unsigned char smem[];
-    const BatchPlaces places{smem_address(smem)};
+    const BatchPlaces places{kept(smem_address(smem), 0)};
     if (early) launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
@@ -80,7 +80,8 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
     const int warp = thread / 32 % 4, lane = thread % 32;
     const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
-    const u32 scales_at = R::kScales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
+    const u32 words_at = kept(warp * kBrickBytes + lane * 16, lane);  // in a record
+    const u32 scales_at = kept(R::kScales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4, lane);
     ReadSlot slot{places.ring(), places.full(0), 0};
 #pragma unroll 1
     while (walk.next()) {
@@ -93,7 +94,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
             records_at[band] =
-                Stage::kRecords + min(team * kBands + band, last) * Stage::kRecordBytes;
+                kept(Stage::kRecords + min(team * kBands + band, last) * Stage::kRecordBytes, 0);
         float acc[kBands][kTokens / 2] = {};
         {
             u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
@@ -107,7 +108,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
                 for (int unit = 0; unit < 2 * kBands; ++unit) {
                     const int k64 = unit % 2;
                     const u32 record = slot.stage + records_at[unit / 2];
-                    if (k64 == 0) mine = SparseLane::load<R>(record, warp, lane);
+                    if (k64 == 0) mine = SparseLane::load<R>(record, words_at);
 #pragma unroll
                     for (int step = 0; step < 2; ++step) {
                         const int k = k64 * 64 + step * 32;
@@ -119,7 +120,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
 #pragma unroll
                     for (int step = 0; step < 2; ++step)  // 64 bytes on
                         wgmma_sparse(T(), acc[unit / 2], a[k64][step],
-                                     x_at + (k64 * kTokens * kXLine + step * 64) / 16,
+                                     x_further(x_at, k64 * kTokens * kXLine + step * 64),
                                      mine.places[k64], step);
                     wgmma_commit();
                     wgmma_wait<1>();

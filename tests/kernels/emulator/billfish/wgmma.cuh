@@ -19,6 +19,8 @@ inline u64 x_descriptor(u32 address) {
     return address >> 4;
 }
 
+inline u64 x_further(u64 descriptor, u32 bytes) { return descriptor + bytes / 16; }
+
 // PTX's canonical layout: 8 tokens in 1024 bytes, bits 4-6 of an address XORed with bits 7-9.
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
