@@ -63,10 +63,10 @@ class KernelRequest:
     def make_scheme(self, group_size: int) -> Scheme:
         return with_options(self.scheme, group_size=group_size, symmetric=self.symmetric)
 
-    def of_bytes(self, device: torch.device) -> bool:
-        """Whether the op multiplies int8 numbers."""
+    def doubled(self, device: torch.device) -> bool:
+        """Whether the op's tensor cores have twice the peak of dense 16-bit products."""
         made, linear = self.make_scheme(self.group_sizes[0]), self.sets[0].linears[0]
-        return choose_op(made, linear.n, linear.k, device, self.op).of_bytes
+        return choose_op(made, linear.n, linear.k, device, self.op).doubled
 
     def refuse(self, device: torch.device) -> None:
         """Raises if an op cannot run on `device`, before anything is measured."""
@@ -117,8 +117,8 @@ class KernelBench:
         self.say("what the card can do")
         facts, ceilings = self.card.facts(), self.card.ceilings()
         self.dense_peaks = self.peaks = peaks_of(facts["name"], ceilings)
-        if self.request.of_bytes(self.device):
-            self.peaks = self.peaks.of_bytes()
+        if self.request.doubled(self.device):
+            self.peaks = self.peaks.doubled()
         self.result = {
             "result_version": RESULT_VERSION,
             "complete": False,

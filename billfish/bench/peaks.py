@@ -14,9 +14,9 @@ class Peaks:
     def floor_us(self, nbytes: float, flop: float) -> float:
         return max(nbytes / self.bytes_per_s, flop / self.flop_per_s) * 1e6
 
-    def of_bytes(self) -> "Peaks":
-        """For products of int8 numbers: twice as many a second (GeForce four times: there it is no
-        peak)."""
+    def doubled(self) -> "Peaks":
+        """For products of int8 numbers, and of 2:4 sparse weights: twice as many a second (of int8
+        GeForce four times: there it is no peak)."""
         return replace(self, flop_per_s=2 * self.flop_per_s)
 
 

@@ -141,7 +141,8 @@ class LinearOp(Protocol):
     # Never chosen by `auto`: it is less exact than the scheme.
     by_name: ClassVar[bool]
     batch_invariant: ClassVar[bool]  # a row's result does not depend on the batch it is in
-    of_bytes: ClassVar[bool]  # it multiplies int8 numbers: its roof is higher (bench/kernels.py)
+    # Its tensor cores have twice the peak of dense 16-bit products: int8, or 2:4 sparse weights.
+    doubled: ClassVar[bool]
     # Its input: "x", the activations in their own dtype; or a name for the result of `prepare`,
     # which linears that share an input can share, too (models/joined.py).
     takes: str
@@ -212,7 +213,7 @@ class Op:
 
     by_name: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
-    of_bytes: ClassVar[bool] = False
+    doubled: ClassVar[bool] = False
     takes: str = "x"
 
     @classmethod

@@ -50,8 +50,8 @@ def test_the_floor_is_the_slower_of_memory_and_compute():
     # 4096 x 4096 at 4 bit, g128: 8388608 + 262144 bytes of weights and scales, 16384 of x and y
     assert h200.floor_us(8_667_136, 2 * 4096 * 4096) == pytest.approx(1.8057, abs=1e-4)
     assert h200.floor_us(8_667_136, 2 * 1024 * 4096 * 4096) == pytest.approx(34.7, abs=0.01)
-    # int8 tensor cores
-    floor = h200.of_bytes().floor_us(8_667_136, 2 * 1024 * 4096 * 4096)
+    # int8 and 2:4 sparse tensor cores
+    floor = h200.doubled().floor_us(8_667_136, 2 * 1024 * 4096 * 4096)
     assert floor == pytest.approx(17.35, abs=0.01)
 
 

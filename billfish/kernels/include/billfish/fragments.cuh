@@ -12,10 +12,6 @@ namespace billfish {
 // Half of the codes, then all that is behind the codes.
 constexpr int kTwoHalf = kTwoScales / 2, kTwoMore = kTwoBytes - kTwoScales;
 
-// A number of a lane (or of a warp: lane 0's) such that ptxas does not know what it was computed
-// from: it would compute it again in every stage.
-BILLFISH_DEVICE u32 kept(u32 number, u32 lane) { return shuffle(number, lane); }
-
 BILLFISH_DEVICE u32 rotated(u32 word, u32 right) {
     return word >> right % 32 | word << (0 - right) % 32;
 }

@@ -13,6 +13,10 @@ BILLFISH_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0
 BILLFISH_DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
 BILLFISH_DEVICE float shuffle(float v, int lane) { return __shfl_sync(~0u, v, lane); }
 
+// A number of a lane (or of a warp: lane 0's) such that ptxas does not know what it was computed
+// from: it would compute it again in every stage.
+BILLFISH_DEVICE u32 kept(u32 number, u32 lane) { return shuffle(number, lane); }
+
 // A bit for each lane whose `yes` is true.
 BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
 BILLFISH_DEVICE bool any(bool yes) { return __any_sync(~0u, yes); }

@@ -47,7 +47,7 @@ class CudaOp(Op):
     name: ClassVar[str] = "cuda"
     run: ClassVar[int] = RUN
     batch_invariant: ClassVar[bool] = True  # sums are exact, scales those of a token
-    of_bytes: ClassVar[bool] = True
+    doubled: ClassVar[bool] = True
 
     @classmethod
     def refuses(cls, scheme: Grouped, n: int, k: int, device: torch.device) -> str | None:

@@ -17,6 +17,7 @@ inline u32 bits_of(float v) { u32 b; memcpy(&b, &v, 4); return b; }
 inline float shuffle(float v, int lane) { return __uint_as_float(shuffle(bits_of(v), lane)); }
 inline u32 shuffle_xor(u32 v, int mask) { return shuffle(v, (current->thread % 32) ^ mask); }
 inline float shuffle_xor(float v, int mask) { return shuffle(v, (current->thread % 32) ^ mask); }
+inline u32 kept(u32 number, u32 lane) { return shuffle(number, lane); }
 inline u32 ballot(bool yes) {
     u32 all = 0;
     for (int lane = 0; lane < 32; ++lane) all |= (shuffle((u32)yes, lane) & 1) << lane;
