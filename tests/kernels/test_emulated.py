@@ -253,8 +253,13 @@ MISTAKES = [
     ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
-    ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
-    ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
+    (
+        "stripe: striped",
+        r"wait_copies<Stage::kStages - 2>\(\);",
+        "wait_copies<Stage::kStages - 1>();",
+    ),
+    ("stripe: striped", r"lane,\s+warp % 2\)", "lane, 0)"),
+    ("stripe: stripes", r"i \+ chunk < kChunks", "true"),
     ("stripe: stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";"),
 ]
 

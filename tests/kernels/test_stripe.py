@@ -262,7 +262,8 @@ def test_the_kernel_counts_the_same(tmp_path):
     lines = [f'#include "{CUH}"', "template <int> __global__ void counts() {"]
     for (tokens, bands), group, zeros in itertools.product(CUTS, (32, 64, 128), (0, 1)):
         size = record_bytes(group, zeros)
-        stage = f"billfish::StripeStage<{group}, {zeros}, {tokens}, {bands}>"
+        record = f"billfish::Record<{group}, {zeros}>::kBytes"
+        stage = f"billfish::StripeStage<{record}, {tokens}, {bands}>"
         lines.append(
             f"static_assert({stage}::kBytes == {stage_bytes(tokens, bands, size)} && "
             f'{stage}::kStages == {stages(tokens, bands, size)}, "");'
