@@ -41,7 +41,7 @@ class Own(Plain):
     known_as: ClassVar[str] = METHOD
     words: ClassVar[str] = "weight_packed"
     kinds: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("weight_packed", "weight_packed_4"), "packed"),
+        **dict.fromkeys(("weight_packed", "weight_packed_4", "weight_meta"), "packed"),
         **dict.fromkeys(("weight_scale", "weight_scale_4", "scale_code", "scale_base"), "scales"),
         "group_scale": "scales",
         **dict.fromkeys(("weight_zero", "group_zero"), "zeros"),

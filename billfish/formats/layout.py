@@ -221,3 +221,23 @@ def brick() -> Layout:
                             k = 64 * k64 + 16 * step + column
                             order.append((16 * n16 + row) * BRICK_K + k)
     return Layout("brick", 4, (BRICK_N, BRICK_K), "n kw", order=tuple(order))
+
+
+@cache
+def brick_places() -> Layout:
+    """Places of the 2:4 weights whose codes are half a brick, 64 of n by 64 that were kept of 128.
+
+    One tile is [n16 (4)][lane (32)][k64 (2)] words, each the metadata of mma.sp and wgmma.sp for
+    two steps of 32 inputs. Lane 4 g + 2 s + p holds those of step s, inputs 16 p to 16 p + 15: of
+    row g in the lower half, of row g + 8 in the upper one.
+    """
+    kept = BRICK_K // 2
+    order = []
+    for n16 in range(4):
+        for lane in range(fragment.LANES):
+            quad, (step, part) = lane // 4, divmod(lane % 4, 2)
+            for k64 in range(2):
+                for row in (quad, quad + 8):
+                    first = (16 * n16 + row) * kept + 32 * k64 + 16 * step + 8 * part
+                    order += range(first, first + 8)
+    return Layout("brick places", 2, (BRICK_N, kept), "n kw", order=tuple(order))
