@@ -43,6 +43,7 @@ BILLFISH_DEVICE u32 x_smem_offset(u32 token, u32 chunk) {  // chunk of 16
 template <int kTokens>
 struct LanePlaces {
     u32 words, x;
+    template <class R>
     static BILLFISH_DEVICE LanePlaces of(u32 record, u32 x, int lane, int half) {
         LanePlaces places;
         places.words = record + half * 2 * kBrickBytes + lane * 16;

@@ -1,10 +1,12 @@
 // A striped product (stripes.cuh) of 16-bit activations, y (m, n) = x (m, k) W^T for m <= 64: the
 // ring of its cp.async stages and the main loop, for weights in records of any format.
 //
-// A format has the activations' type, the bytes of a record, a warp's product with half of a
-// record, and what is done to a sum at the end:
+// A format has:
 //
-//     using Type; kRecordBytes; multiply<kTokens>(places, acc); finish<kTokens>(sum, lower)
+//     Type, kRecordBytes                       of the activations; of a record
+//     places<kTokens>(record, x, lane, half)   of a lane's operands; moved from stage to stage
+//     multiply<kTokens>(places, acc)           a warp's product with half a record
+//     finish<kTokens>(sum, lower)              what is done to a sum at the end
 #pragma once
 
 #include "billfish/record.cuh"
@@ -114,9 +116,9 @@ BILLFISH_DEVICE void stripe_product(const unsigned char* __restrict__ records,
 
     // MARLIN 3.4's warp layout: where a tile is narrow, warps split its inputs, too.
     const int record = warp / 2, band = record % kBands, sub = record / kBands;
-    auto places = LanePlaces<kTokens>::of(ring + record * Stage::kRecordBytes,
-                                          ring + Stage::kX + sub * x_bytes(kTokens), lane,
-                                          warp % 2);
+    auto places = Format::template places<kTokens>(ring + record * Stage::kRecordBytes,
+                                                   ring + Stage::kX + sub * x_bytes(kTokens),
+                                                   lane, warp % 2);
 
     StageCopier<Format::kRecordBytes, kTokens, kBands> copier(
         records, x, ring, stripes.begin(stripe), end, bands, k_tiles, m, x_k);

@@ -207,7 +207,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     LanePlaces<kTokens> places;
     {
         const Worker<kWarpsN> me;
-        places = LanePlaces<kTokens>::of(
+        places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
             ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
             ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
     }

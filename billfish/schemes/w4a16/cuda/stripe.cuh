@@ -20,6 +20,10 @@ struct StripeFormat {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
 
     template <int kTokens>
+    static BILLFISH_DEVICE LanePlaces<kTokens> places(u32 record, u32 x, int lane, int half) {
+        return LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(record, x, lane, half);
+    }
+    template <int kTokens>
     static BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places,
                                          float (&acc)[2][kTokens / 8][4]) {
         if constexpr (kTokens <= 16)
