@@ -6,6 +6,16 @@
 
 namespace billfish {
 
+// clang-format off
+#define BILLFISH_MMA_SPARSE(TYPE, SELECTOR)                                                       \
+    asm volatile(                                                                                 \
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32"        \
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, " SELECTOR ";"       \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), \
+          "r"(meta))
+// clang-format on
+
 struct Half {
     static BILLFISH_DEVICE float to_float(u32 bits) {
         float v;
@@ -53,6 +63,16 @@ struct Half {
             " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+    }
+    // d (16, 8) += a (16, 32) b (32, 8), a 2:4 sparse: of four inputs two, in a's registers like 16
+    // dense ones. b[i]: inputs 8 i + 2 (lane % 4) and the next. `meta`: formats/layout.py,
+    // brick_places; the lanes that hold it for even or `odd` steps of 32 inputs are asked.
+    static BILLFISH_DEVICE void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4],
+                                           u32 meta, bool odd) {
+        if (odd)
+            BILLFISH_MMA_SPARSE("f16", "0x1");
+        else
+            BILLFISH_MMA_SPARSE("f16", "0x0");
     }
 };
 
@@ -102,6 +122,13 @@ struct Bfloat {
             " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+    }
+    static BILLFISH_DEVICE void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4],
+                                           u32 meta, bool odd) {
+        if (odd)
+            BILLFISH_MMA_SPARSE("bf16", "0x1");
+        else
+            BILLFISH_MMA_SPARSE("bf16", "0x0");
     }
 };
 

@@ -137,6 +137,35 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
     }
 }
 
+// Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
+// stage's barrier expects, those of x included: x is first in a stage, records begin at kRecords.
+template <class Stage, int kBands, class AnyWalk>
+BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
+                                  AnyWalk walk, int stages, BatchPlaces places) {
+    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
+    Slot slot(1);  // the first round finds every slot empty
+#pragma unroll 1
+    while (walk.next()) {
+        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
+        const int here = min(kTeams * kBands, bands - band);
+        const unsigned char* from =
+            records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
+#pragma unroll 1
+        for (int i = 0; i < walk.count; ++i, from += Stage::kRecordBytes) {
+            const u32 full = places.full(slot.index);
+            barrier_wait(places.empty(slot.index), slot.parity);
+            barrier_arrive_expect(full, Stage::kRecords + here * Stage::kRecordBytes);
+            const u32 to = places.ring() + slot.index * Stage::kBytes + Stage::kRecords;
+#pragma unroll 1
+            for (int j = 0; j < here; ++j)
+                copy_bulk(to + j * Stage::kRecordBytes,
+                          from + static_cast<u64>(j * walk.k_tiles) * Stage::kRecordBytes,
+                          Stage::kRecordBytes, full, policy);
+            slot.next(stages);
+        }
+    }
+}
+
 // Epilogue: a warp's 16 rows x kTokens results, transposed so that a token's outputs are
 // contiguous. Gated: a thread has gates r and their ups, rows r + 8; 8 outputs remain, in the first
 // half of a token's line. (n / 2 as a variable would live in a register over all tiles, and spill.)
@@ -217,19 +246,29 @@ struct MeetingPlace {
     }
 };
 
+template <class V>
+BILLFISH_DEVICE V from_bits(u32 bits);
+template <>
+BILLFISH_DEVICE u32 from_bits<u32>(u32 bits) { return bits; }
+template <>
+BILLFISH_DEVICE float from_bits<float>(u32 bits) { return __uint_as_float(bits); }
+
 // The same by a cluster whose blocks share one tile: every block leaves its sums in its shared
-// memory and then adds those of all blocks for some of the tokens. kSums: of a thread.
-template <int kSums>
+// memory and then adds those of all blocks for some of the tokens, in the order of k. kSums: of a
+// thread. V: u32, or float.
+template <int kSums, class V = u32>
 struct ClusterPlace {
     u32 at;  // room for kSums x 256 threads x 4 bytes
     BILLFISH_DEVICE ClusterPlace(u32 room, int thread) : at(room + thread * 16) {}
-    BILLFISH_DEVICE void leave(const u32* acc) const {
+    BILLFISH_DEVICE void leave(const V* acc) const {
 #pragma unroll
-        for (int i = 0; i < kSums; i += 4)
-            store_smem_bits_16(at + i * 1024, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+        for (int i = 0; i < kSums; i += 4) {
+            const V four[4] = {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]};
+            store_smem_16(at + i * 1024, four);
+        }
     }
     // Of all blocks the sums [first, first + 8) of this thread.
-    BILLFISH_DEVICE void collect(u32 (&sums)[8], int first, int blocks) const {
+    BILLFISH_DEVICE void collect(V (&sums)[8], int first, int blocks) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sums[i] = 0;
 #pragma unroll 4
@@ -237,8 +276,8 @@ struct ClusterPlace {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint4 v = load_cluster_16(in_block(at + (first + half * 4) * 1024, block));
-                sums[half * 4] += v.x, sums[half * 4 + 1] += v.y;
-                sums[half * 4 + 2] += v.z, sums[half * 4 + 3] += v.w;
+                sums[half * 4] += from_bits<V>(v.x), sums[half * 4 + 1] += from_bits<V>(v.y);
+                sums[half * 4 + 2] += from_bits<V>(v.z), sums[half * 4 + 3] += from_bits<V>(v.w);
             }
         }
     }

@@ -1,6 +1,6 @@
-// wgmma: a warpgroup's asynchronous product of 64 outputs x 16 inputs (of bytes: 32) in registers
-// and as many inputs x N tokens in shared memory. Sums and fragments of a group in flight must not
-// be touched.
+// wgmma: a warpgroup's asynchronous product of 64 outputs x 16 inputs (of bytes, and of 2:4 sparse
+// ones: 32) in registers and as many inputs x N tokens in shared memory. Sums and fragments of a
+// group in flight must not be touched.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -105,6 +105,32 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
 // d (64, 2 R) += a (64, 16) x^T (16, 2 R); d is distributed like mma's, 16 outputs a warp.
 BILLFISH_WIDTHS(Half, f16)
 BILLFISH_WIDTHS(Bfloat, bf16)
+
+#define BILLFISH_WGMMA_SP(TYPE, N, R, A0, A1, A2, A3, B, M, SELECTOR)                           \
+        asm volatile(                                                                       \
+            "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32." #TYPE "." #TYPE           \
+            " {" BILLFISH_NAMES_##R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B        \
+            ", %" #M ", " SELECTOR ", 1, 1, 1, 0;"                                          \
+            : BILLFISH_SUMS_##R("+f")                                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta))
+#define BILLFISH_WGMMA_SPARSE(TAG, TYPE, N, R, A0, A1, A2, A3, B, M)                        \
+    BILLFISH_DEVICE void wgmma_sparse(TAG, float (&d)[R], const u32 (&a)[4], u64 b,         \
+                                      u32 meta, bool odd) {                                 \
+        if (odd)                                                                            \
+            BILLFISH_WGMMA_SP(TYPE, N, R, A0, A1, A2, A3, B, M, "1");                       \
+        else                                                                                \
+            BILLFISH_WGMMA_SP(TYPE, N, R, A0, A1, A2, A3, B, M, "0");                       \
+    }
+#define BILLFISH_SPARSE_WIDTHS(TAG, TYPE)                                                   \
+    BILLFISH_WGMMA_SPARSE(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20, 21)                        \
+    BILLFISH_WGMMA_SPARSE(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36, 37)                        \
+    BILLFISH_WGMMA_SPARSE(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68, 69)                       \
+    BILLFISH_WGMMA_SPARSE(TAG, TYPE, 256, 128, 128, 129, 130, 131, 132, 133)
+
+// d (64, 2 R) += a (64, 32) x^T (32, 2 R), a 2:4 sparse: as mma_sparse, 16 outputs a warp. The next
+// 32 inputs of x are 64 bytes further on.
+BILLFISH_SPARSE_WIDTHS(Half, f16)
+BILLFISH_SPARSE_WIDTHS(Bfloat, bf16)
 
 #define BILLFISH_WGMMA_BYTES(N, R, A0, A1, A2, A3, B)                                       \
     BILLFISH_DEVICE void wgmma_bytes(u32 (&d)[R], const u32 (&a)[4], u64 b) {               \

@@ -48,39 +48,6 @@ struct Grain {
     }
 };
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
-
-// Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
-// stage's barrier expects, those of x included.
-template <class Stage, int kTokens, int kBands>
-BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
-                                  Walk walk, int stages, BatchPlaces places) {
-    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
-    Slot slot(1);  // the first round finds every slot empty
-#pragma unroll 1
-    while (walk.next()) {
-        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
-        const int here = min(kTeams * kBands, bands - band);
-        const unsigned char* from =
-            records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
-#pragma unroll 1
-        for (int i = 0; i < walk.count; ++i, from += Stage::kRecordBytes) {
-            const u32 full = places.full(slot.index);
-            barrier_wait(places.empty(slot.index), slot.parity);
-            barrier_arrive_expect(full, x_bytes(kTokens) + here * Stage::kRecordBytes);
-            const u32 to = places.ring() + slot.index * Stage::kBytes + Stage::kRecords;
-#pragma unroll 1
-            for (int j = 0; j < here; ++j)
-                copy_bulk(to + j * Stage::kRecordBytes,
-                          from + static_cast<u64>(j * walk.k_tiles) * Stage::kRecordBytes,
-                          Stage::kRecordBytes, full, policy);
-            slot.next(stages);
-        }
-    }
-}
-
-#endif
-
 // `records` is (bands, k tiles) records, `x` maps (m, k) in boxes of 64 inputs x kTokens tokens,
 // `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The next
 // kernel may start `early` where every SM has a block, or room for one only; else once all is
@@ -115,8 +82,8 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
-            copy_records<Stage, kTokens, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
-                                                 n_tiles, walk, stages, places);
+            copy_records<Stage, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles, n_tiles,
+                                        walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);

@@ -69,35 +69,6 @@ BILLFISH_DEVICE void scale_and_store(const u32* acc, const Needs& needs, const f
     store_results<T, 16>(y, bias, out, m, n, token_0 + token, row_0, gated, turn, lane);
 }
 
-// Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
-// stage's barrier expects, those of x included.
-template <class Stage, int kBands>
-BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
-                                  ClusterWalk walk, int stages, BatchPlaces places) {
-    const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
-    Slot slot(1);  // the first round finds every slot empty
-#pragma unroll 1
-    while (walk.next()) {
-        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
-        const int here = min(kTeams * kBands, bands - band);
-        const unsigned char* from =
-            records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
-#pragma unroll 1
-        for (int i = 0; i < walk.count; ++i, from += Stage::kRecordBytes) {
-            const u32 full = places.full(slot.index);
-            barrier_wait(places.empty(slot.index), slot.parity);
-            barrier_arrive_expect(full, Stage::kRecords + here * Stage::kRecordBytes);
-            const u32 to = places.ring() + slot.index * Stage::kBytes + Stage::kRecords;
-#pragma unroll 1
-            for (int j = 0; j < here; ++j)
-                copy_bulk(to + j * Stage::kRecordBytes,
-                          from + static_cast<u64>(j * walk.k_tiles) * Stage::kRecordBytes,
-                          Stage::kRecordBytes, full, policy);
-            slot.next(stages);
-        }
-    }
-}
-
 #endif
 
 // `records` is (bands, k tiles) records, `x` maps (m, bytes of a row) in boxes of 128 inputs x
