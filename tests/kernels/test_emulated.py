@@ -17,12 +17,12 @@ from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
 
 import billfish
-from billfish.kernels import stripes, tiles
+from billfish.kernels import striped, stripes, tiles
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import arrange, stripe, tile
+from billfish.schemes.w4a16.cuda import arrange, tile
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.gated import apart, interleaved
 
@@ -112,10 +112,10 @@ def product(
             how.smem,
         )
     else:
-        tokens = min(each for each in stripe.BANDS if each >= m)
-        bands, stages = stripe.BANDS[tokens], 0
+        tokens = min(each for each in striped.BANDS if each >= m)
+        bands, stages = striped.BANDS[tokens], 0
         blocks = stripes.Stripes(n, k_tiles, bands, sms).blocks
-        smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
+        smem = striped.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
     program = compiled(kernel, ",".join(map(str, names)), text)

@@ -89,7 +89,8 @@ struct Warp {
     float a[16][16], b[16][8];
     int bytes_a[16][32], bytes_b[32][8];
     int nibbles_a[16][64], nibbles_b[64][8];
-    u32 rows[32];
+    float sparse_b[32][8];
+    u32 rows[32], metadata[32];
     Gate gate;
 };
 

@@ -4,8 +4,8 @@
 // stripes of equal length over tiles of outputs with a split-K reduction through global memory
 // (striped.cuh, stripes.cuh). It differs from MARLIN in two points: partial sums are fp32 in a
 // workspace (there fp16, in the output), and the next tile's copies go on during the reduction. No
-// programmatic dependent launch: the kernel never waits for the one before. stripe.py has the same
-// arithmetic.
+// programmatic dependent launch: the kernel never waits for the one before. kernels/striped.py has
+// the same arithmetic.
 #pragma once
 
 #include "billfish/striped.cuh"

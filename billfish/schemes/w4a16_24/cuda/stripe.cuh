@@ -1,7 +1,8 @@
 // w4a16_24_stripe: y (m, n) = x (m, k) W^T for m <= 64 in one launch, sm_80 to sm_89.
 //
 // Sparse-MARLIN: w4a16_stripe's ring, warps and stripes (striped.cuh), with records of 3.125 bits a
-// weight (groups of 128) and sparse tensor cores (sparse.cuh). stripe.py has the same arithmetic.
+// weight (groups of 128) and sparse tensor cores (sparse.cuh). kernels/striped.py has the same
+// arithmetic.
 #pragma once
 
 #include "billfish/sparse.cuh"
@@ -28,10 +29,12 @@ BILLFISH_DEVICE void multiply_sparse_decoded(u32 record, u32 x, int half, int la
         if (k % kGroup == 0) {
             const u32 at = record + R::kScales + half * 64 + lane / 4 * 8;
             const uint2 bits = load_smem_8(at + k / kGroup * 128);
-            scale[0][0] = convert<T, S>(bits.x & 0xffff) * 0x00010001u;
-            scale[0][1] = convert<T, S>(bits.x >> 16) * 0x00010001u;
-            scale[1][0] = convert<T, S>(bits.y & 0xffff) * 0x00010001u;
-            scale[1][1] = convert<T, S>(bits.y >> 16) * 0x00010001u;
+#pragma unroll
+            for (int n16 = 0; n16 < 2; ++n16) {
+                const u32 two = n16 ? bits.y : bits.x;
+                const u32 both = convert<T, S>(two & 0xffff) | convert<T, S>(two >> 16) << 16;
+                scale[n16][0] = lower_twice(both), scale[n16][1] = upper_twice(both);
+            }
         }
         u32 a[2][4];
 #pragma unroll

@@ -30,6 +30,33 @@ inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool zero)
     meet(warp.gate, 32);
 }
 
+// PTX's mma.sp m16n8k32: of every four inputs of a row two, at ascending places. Those of row r and of
+// inputs 16 p to 16 p + 15 are in lane 4 (r % 8) + 2 selector + p, from bit 0 (r < 8) or 16 on.
+template <class T>
+inline void sparse_product(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, int selector) {
+    Warp& warp = current->warp();
+    const int lane = current->thread % 32;
+    warp.metadata[lane] = metadata;
+    for (int e = 0; e < 8; ++e) {
+        warp.a[a_row(lane, e)][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
+        warp.sparse_b[b_row(lane, e)][lane / 4] = T::to_float(b[e / 2] >> (e % 2 * 16) & 0xffff);
+    }
+    meet(warp.gate, 32);
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8;
+        double sum = d[i];
+        for (int four = 0; four < 8; ++four) {
+            const u32 word = warp.metadata[row % 8 * 4 + selector * 2 + four / 4] >> row / 8 * 16;
+            const int first = word >> four % 4 * 4 & 3, second = word >> (four % 4 * 4 + 2) & 3;
+            demand(first < second, "metadata out of order");
+            sum += (double)warp.a[row][four * 2] * warp.sparse_b[four * 4 + first][lane % 4 * 2 + i % 2];
+            sum += (double)warp.a[row][four * 2 + 1] * warp.sparse_b[four * 4 + second][lane % 4 * 2 + i % 2];
+        }
+        d[i] = (float)sum;
+    }
+    meet(warp.gate, 32);
+}
+
 // a b + c for both halves, rounded once.
 template <class T>
 inline u32 each(u32 a, u32 b, u32 c) {
@@ -50,6 +77,9 @@ struct Half {
     static u32 fma(u32 a, u32 b, u32 c) { return each<Half>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, true); }
+    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, bool odd) {
+        sparse_product<Half>(d, a, b, metadata, odd);
+    }
 };
 
 struct Bfloat {
@@ -66,6 +96,9 @@ struct Bfloat {
     static u32 fma(u32 a, u32 b, u32 c) { return each<Bfloat>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, true); }
+    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, bool odd) {
+        sparse_product<Bfloat>(d, a, b, metadata, odd);
+    }
 };
 
 template <class T, class S>
