@@ -259,7 +259,7 @@ MISTAKES = [
         "wait_copies<Stage::kStages - 1>();",
     ),
     ("stripe: striped", r"lane,\s+warp % 2\)", "lane, 0)"),
-    ("stripe: stripes", r"i \+ chunk < kChunks", "true"),
+    ("stripe: stripes", r" \|\| i \+ chunk < kChunks", ""),
     ("stripe: stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";"),
 ]
 

@@ -237,7 +237,7 @@ def test_panels_are_the_weights_rounded_once(case, compiled):
 MISTAKES = [
     ("striped", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();", 3),
     ("stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";", 3),
-    ("stripes", r"i \+ chunk < kChunks", "true", 3),
+    ("stripes", r" \|\| i \+ chunk < kChunks", "", 3),
     ("stripe", r"thread / 32 % 2", "0", 3),
     ("stripe", r"half \* 64", "0", 30),
     ("stripe", r"places\[step / 2\], step % 2", "places[step / 2], 0", 30),
@@ -257,8 +257,11 @@ def test_the_emulator_sees_mistakes(mistake, compiled):
     scheme = W4A16Sparse(64)
     tensors, x, _ = layer(100, 5120, scheme, FP16)
     wanted = scheme.reference(tensors, x[:m])
-    try:
-        y = product(compiled, scheme, tensors, x[:m], None, 4, 1, (path.name, broken))
-    except AssertionError:
-        return  # the emulator stopped it
-    assert not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2)
+    for seed in (1, 2, 3):  # stripes of one tile end at about the same time, in some order
+        try:
+            y = product(compiled, scheme, tensors, x[:m], None, 4, seed, (path.name, broken))
+        except AssertionError:
+            return  # the emulator stopped it
+        if not torch.allclose(y.double(), wanted, rtol=1e-2, atol=1e-2):
+            return
+    raise AssertionError("seen in no order of events")

@@ -90,13 +90,16 @@ struct Warp {
     int bytes_a[16][32], bytes_b[32][8];
     int nibbles_a[16][64], nibbles_b[64][8];
     float sparse_b[32][8];
-    u32 rows[32], metadata[32];
+    u32 meta[32];
+    u32 rows[32];
     Gate gate;
 };
 
 struct Group {  // of four warps, for wgmma
     float a[64][16], b[256][16];
     int bytes_a[64][32], bytes_b[256][32];
+    float sparse_b[256][32];
+    u32 meta[4][32];
     Gate gate;
 };
 

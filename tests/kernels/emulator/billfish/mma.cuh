@@ -30,29 +30,35 @@ inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool zero)
     meet(warp.gate, 32);
 }
 
-// PTX's mma.sp m16n8k32: of every four inputs of a row two, at ascending places. Those of row r and of
-// inputs 16 p to 16 p + 15 are in lane 4 (r % 8) + 2 selector + p, from bit 0 (r < 8) or 16 on.
+// Of a 2:4 sparse row (0 to 15) of A the sum over 32 inputs: `kept` its 16 numbers, b the dense inputs of a
+// column. Two numbers of four inputs each; where they lie stands in the metadata of lanes 4 (row % 8) + 2 odd (the
+// selector) and the next, of 16 inputs each: 4 bits for each four, the lower half of the word for rows 0 to 7.
+template <class B>
+inline double sparse_sum(const float* kept, const u32* meta, int row, bool odd, const B& b) {
+    double sum = 0;
+    for (int four = 0; four < 8; ++four) {
+        const u32 word = meta[row % 8 * 4 + odd * 2 + four / 4];
+        const u32 low = word >> (row / 8 * 16 + four % 4 * 4) & 3, high = word >> (row / 8 * 16 + four % 4 * 4 + 2) & 3;
+        demand(low < high, "ordered metadata");
+        sum += (double)kept[2 * four] * b(4 * four + low) + (double)kept[2 * four + 1] * b(4 * four + high);
+    }
+    return sum;
+}
+
+// mma.sp.m16n8k32: A's registers as those of 16 dense inputs, B's inputs 8 i + 2 (lane % 4) and the next in b[i].
 template <class T>
-inline void sparse_product(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, int selector) {
+inline void sparse_product(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 meta, bool odd) {
     Warp& warp = current->warp();
     const int lane = current->thread % 32;
-    warp.metadata[lane] = metadata;
     for (int e = 0; e < 8; ++e) {
         warp.a[a_row(lane, e)][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
-        warp.sparse_b[b_row(lane, e)][lane / 4] = T::to_float(b[e / 2] >> (e % 2 * 16) & 0xffff);
+        warp.sparse_b[e / 2 * 8 + lane % 4 * 2 + e % 2][lane / 4] = T::to_float(b[e / 2] >> (e % 2 * 16) & 0xffff);
     }
+    warp.meta[lane] = meta;
     meet(warp.gate, 32);
     for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8;
-        double sum = d[i];
-        for (int four = 0; four < 8; ++four) {
-            const u32 word = warp.metadata[row % 8 * 4 + selector * 2 + four / 4] >> row / 8 * 16;
-            const int first = word >> four % 4 * 4 & 3, second = word >> (four % 4 * 4 + 2) & 3;
-            demand(first < second, "metadata out of order");
-            sum += (double)warp.a[row][four * 2] * warp.sparse_b[four * 4 + first][lane % 4 * 2 + i % 2];
-            sum += (double)warp.a[row][four * 2 + 1] * warp.sparse_b[four * 4 + second][lane % 4 * 2 + i % 2];
-        }
-        d[i] = (float)sum;
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        d[i] = (float)(d[i] + sparse_sum(warp.a[row], warp.meta, row, odd, [&](int k) { return warp.sparse_b[k][column]; }));
     }
     meet(warp.gate, 32);
 }
@@ -77,8 +83,8 @@ struct Half {
     static u32 fma(u32 a, u32 b, u32 c) { return each<Half>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Half>(d, a, b0, b1, true); }
-    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, bool odd) {
-        sparse_product<Half>(d, a, b, metadata, odd);
+    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 meta, bool odd) {
+        sparse_product<Half>(d, a, b, meta, odd);
     }
 };
 
@@ -96,8 +102,8 @@ struct Bfloat {
     static u32 fma(u32 a, u32 b, u32 c) { return each<Bfloat>(a, b, c); }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, false); }
     static void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product<Bfloat>(d, a, b0, b1, true); }
-    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, bool odd) {
-        sparse_product<Bfloat>(d, a, b, metadata, odd);
+    static void mma_sparse(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 meta, bool odd) {
+        sparse_product<Bfloat>(d, a, b, meta, odd);
     }
 };
 
