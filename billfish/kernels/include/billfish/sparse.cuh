@@ -56,7 +56,7 @@ struct Whole<Bfloat> {
     }
 };
 
-// A lane's words and metadata of 16 outputs, in shared memory; all steps of 32 inputs.
+// A lane's words and metadata of 16 outputs, in shared memory; of all four steps of 32 inputs.
 struct SparseLane {
     u32 words[4], places[2];
     template <class R>
@@ -64,6 +64,13 @@ struct SparseLane {
         const uint4 v = load_smem_16(record + n16 * kBrickBytes + lane * 16);
         const uint2 p = load_smem_8(record + R::kMetadata + n16 * (kBrickBytes / 2) + lane * 8);
         return {{v.x, v.y, v.z, v.w}, {p.x, p.y}};
+    }
+    // The same for two steps: bank conflicts, but fewer registers.
+    template <class R>
+    BILLFISH_DEVICE void load_half(u32 record, int n16, int lane, int k64) {
+        const uint2 v = load_smem_8(record + n16 * kBrickBytes + lane * 16 + k64 * 8);
+        const u32 at = record + R::kMetadata + n16 * (kBrickBytes / 2) + lane * 8;
+        words[2 * k64] = v.x, words[2 * k64 + 1] = v.y, places[k64] = load_smem_4(at + k64 * 4);
     }
 };
 
@@ -76,17 +83,23 @@ BILLFISH_DEVICE void multiply_sparse(u32 record, u32 x, int half, int lane,
                                      float (&acc)[2][kTokens / 8][4]) {
     using R = SparseRecord<kGroup>;
     constexpr int kBlocks = kTokens / 8;
+    constexpr bool kFew = kGroup == 32 && kTokens == 16;  // 96 registers: two blocks an SM
     const LanePlaces<kTokens> places = LanePlaces<kTokens>::template of<R>(record, x, lane, half);
     const u32 scales_at = record + R::kScales + half * 64 + lane / 4 * 8;
-    const SparseLane mine[2] = {SparseLane::load<R>(record, half * 2, lane),
-                                SparseLane::load<R>(record, half * 2 + 1, lane)};
+    SparseLane mine[2];
     float part[2][kBlocks][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         const int k = step * 32;
         u32 a[2][4];
 #pragma unroll
-        for (int brick = 0; brick < 2; ++brick) Whole<T>::fragment(mine[brick].words[step], a[brick]);
+        for (int brick = 0; brick < 2; ++brick) {
+            if (kFew && step % 2 == 0)
+                mine[brick].template load_half<R>(record, half * 2 + brick, lane, step / 2);
+            else if (step == 0)
+                mine[brick] = SparseLane::load<R>(record, half * 2 + brick, lane);
+            Whole<T>::fragment(mine[brick].words[step], a[brick]);
+        }
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
             u32 b[4];
@@ -102,6 +115,7 @@ BILLFISH_DEVICE void multiply_sparse(u32 record, u32 x, int half, int lane,
             }
         }
         if ((k + 32) % kGroup != 0) continue;
+        if (kFew) __syncwarp();  // limits what ptxas hoists; without it, it spills
         const uint2 bits = load_smem_8(scales_at + k / kGroup * 128);
 #pragma unroll
         for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower

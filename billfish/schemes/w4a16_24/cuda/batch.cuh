@@ -80,7 +80,8 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     const int thread = threadIdx.x - kTeamThreads, team = thread / kTeamThreads;
     const int warp = thread / 32 % 4, lane = thread % 32;
     const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
-    Slot slot(0);
+    const u32 scales_at = R::kScales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
+    ReadSlot slot{places.ring(), places.full(0), 0};
 #pragma unroll 1
     while (walk.next()) {
         const TilePlace place(walk.tile, m_tiles, n_tiles);
@@ -89,42 +90,40 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
         float acc[kBands][kTokens / 2] = {};
         {
             u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
+            u32 read = 0;    // the barrier of the slot before
             for (int i = 0; i < walk.count; ++i) {
-                const u32 stage = places.ring() + slot.index * Stage::kBytes;
-                const u64 x_at = x_descriptor(stage);
-                SparseLane mine;
+                const u64 x_at = x_descriptor(slot.stage);
+                SparseLane mine;  // a product takes its metadata when it is issued
                 u32 bits = 0;
-                barrier_wait(places.full(slot.index), slot.parity);
+                barrier_wait(slot.full, slot.parity);
 #pragma unroll
                 for (int unit = 0; unit < 2 * kBands; ++unit) {
-                    const int band = unit / 2, k64 = unit % 2;
-                    const u32 record =
-                        stage + Stage::kRecords + (team * kBands + band) * Stage::kRecordBytes;
-                    const u32 scales =
-                        record + R::kScales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4;
+                    const int k64 = unit % 2;
+                    const u32 record = slot.stage + Stage::kRecords +
+                                       (team * kBands + unit / 2) * Stage::kRecordBytes;
                     if (k64 == 0) mine = SparseLane::load<R>(record, warp, lane);
 #pragma unroll
                     for (int step = 0; step < 2; ++step) {
                         const int k = k64 * 64 + step * 32;
-                        if (k % kGroup == 0) bits = load_smem_4(scales + k / kGroup * 128);
-                        decode_step<T>(mine.words[k64 * 2 + step], bits, a[unit % 2][step]);
+                        if (k % kGroup == 0)
+                            bits = load_smem_4(record + scales_at + k / kGroup * 128);
+                        decode_step<T>(mine.words[k64 * 2 + step], bits, a[k64][step]);
                     }
                     wgmma_fence();
 #pragma unroll
                     for (int step = 0; step < 2; ++step)  // 64 bytes on
-                        wgmma_sparse(T(), acc[band], a[unit % 2][step],
+                        wgmma_sparse(T(), acc[unit / 2], a[k64][step],
                                      x_at + (k64 * kTokens * kXLine + step * 64) / 16,
                                      mine.places[k64], step);
                     wgmma_commit();
                     wgmma_wait<1>();
-                    if (unit == 0 && i > 0 && lane == 0)  // the slot before has been read
-                        barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+                    if (unit == 0 && i > 0 && lane == 0) barrier_arrive(read);
                 }
-                slot.next(stages);
+                read = slot.empty();
+                slot.next(places, stages, Stage::kBytes);
             }
             wgmma_wait<0>();
-            if (lane == 0)
-                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+            if (lane == 0) barrier_arrive(read);
         }
         if (splits > 1) {
             const ClusterPlace<kBands * kTokens / 2, float> here(places.ring(), thread);

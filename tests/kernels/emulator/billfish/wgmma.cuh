@@ -43,6 +43,27 @@ inline void wgmma(T, float (&d)[kSums], const u32 (&a)[4], u64 b) {
     meet(group.gate, 128);
 }
 
+// 2:4 sparse, 32 inputs: a warp's fragment and metadata as mma.sp's.
+template <class T, int kSums>
+inline void wgmma_sparse(T, float (&d)[kSums], const u32 (&a)[4], u64 b, u32 meta, bool odd) {
+    Group& group = current->block->groups[current->thread / 128];
+    const int lane = current->thread % 32, warp = current->thread % 128 / 32, row = warp * 16 + lane / 4;
+    for (int e = 0; e < 8; ++e)
+        group.a[row + e / 2 % 2 * 8][a_col(lane, e)] = T::to_float(a[e / 2] >> (e % 2 * 16) & 0xffff);
+    group.meta[warp][lane] = meta;
+    for (int i = current->thread % 128; i < kSums * 2 * 32; i += 128) {  // tokens x k
+        const u32 at = ((u32)b << 4) + i / 32 * 128 + i % 32 * 2;
+        group.sparse_b[i / 32][i % 32] = T::to_float(read<u16>(swizzled(at)));
+    }
+    meet(group.gate, 128);
+    for (int i = 0; i < kSums; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, lower = i / 2 % 2 * 8;
+        d[i] = (float)(d[i] + sparse_sum(group.a[row + lower], group.meta[warp], lane / 4 + lower, odd,
+                                         [&](int k) { return group.sparse_b[token][k]; }));
+    }
+    meet(group.gate, 128);
+}
+
 // Bytes, PTX's fragment for k = 32: four neighbours of a row in a register, the next 16 in a[2] and a[3].
 template <int kSums>
 inline void wgmma_bytes(u32 (&d)[kSums], const u32 (&a)[4], u64 b) {
