@@ -18,9 +18,12 @@ from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
+from billfish.kernels import striped as striped_sizes
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
+from billfish.schemes.w4a16_24.cuda import arrange as sparse_arrange
+from billfish.schemes.w4a16_24.cuda import stripe_plan as sparse_plan
 from billfish.schemes.w4ax.cuda import arrange as ax_arrange
 from billfish.schemes.w4ax.cuda import rounding as ax
 from billfish.schemes.w4ax.cuda import stripe as ax_stripe
@@ -33,6 +36,7 @@ from billfish.schemes.w2416.cuda import tile as mixed_tile
 PACKAGE = Path(billfish.__file__).parent
 ENGINE = PACKAGE / "engine" / "cuda"
 W4A16, W2416, W4AX = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416", "w4ax"))
+SPARSE = PACKAGE / "schemes" / "w4a16_24" / "cuda"
 H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
 CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
 DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
@@ -186,6 +190,21 @@ def ax_stripes():
         yield f"{stage}::kStages * {stage}::kBytes", ax_stripe.smem_bytes(tokens, record)
 
 
+def sparse_stripes():
+    yield from striped()
+    for (tokens, bands), group in itertools.product(striped_sizes.BANDS.items(), (32, 64, 128)):
+        record = sparse_arrange.Shape(64, 128, 1, group, torch.float16).record_bytes
+        stage = f"StripeStage<SparseRecord<{group}>::kBytes, {tokens}, {bands}>"
+        yield f"SparseRecord<{group}>::kBytes", record
+        yield f"{stage}::kBytes", striped_sizes.stage_bytes(tokens, bands, record)
+        yield f"{stage}::kStages", striped_sizes.stages(tokens, bands, record)
+
+
+def sparse_panel():
+    yield "kPanelThreads", sparse_plan.PANEL_THREADS
+    yield "kPanelBytes", sparse_plan.PANEL_SMEM
+
+
 def ax_quant():
     yield "kMostQuantWarps * 32", ax_stripe.QUANT_THREADS
     yield "kMostQuantWarps * 8", ax_stripe.QUANT_SMEM
@@ -213,6 +232,8 @@ MIRRORED = {
     W4A16 / "panel.cuh": panel,
     W4A16 / "stripe.cuh": striped,
     W4AX / "stripe.cuh": ax_stripes,
+    SPARSE / "stripe.cuh": sparse_stripes,
+    SPARSE / "panel.cuh": sparse_panel,
     W4AX / "stripe_quant.cuh": ax_quant,
     W2416 / "decode.cuh": mixed,
     W2416 / "panel.cuh": mixed_panel,
