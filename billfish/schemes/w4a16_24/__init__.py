@@ -1,6 +1,7 @@
 """w4a16_24: 2:4 sparse 4-bit weights, 16-bit activations (Sparse-MARLIN)."""
 
 from billfish.schemes.base import Family, Reference
+from billfish.schemes.w4a16_24.cpu import CpuOp
 from billfish.schemes.w4a16_24.cuda.stripe_op import StripeOp
 from billfish.schemes.w4a16_24.scheme import W4A16Sparse
 
@@ -8,6 +9,6 @@ __all__ = ["FAMILY", "W4A16Sparse"]
 
 FAMILY = Family(
     W4A16Sparse,
-    ops=(StripeOp, Reference),
+    ops=(StripeOp, CpuOp, Reference),
     quantizer="billfish.schemes.w4a16_24.quantize",
 )

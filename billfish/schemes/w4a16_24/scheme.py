@@ -240,11 +240,18 @@ def kept_of(k: int) -> int:
     return KEPT * math.ceil(k / FOUR)
 
 
-def spread(values: Tensor, places: Tensor, k: int) -> Tensor:
-    """Values of kept places (n, 2 f) -> (n, k), with zeros elsewhere."""
+def spread(kept: Tensor, places: Tensor, k: int, rest: float = 0) -> Tensor:
+    """Numbers at kept places (n, 2 f) -> (n, k), with `rest` elsewhere."""
     fours = places.view(len(places), -1, KEPT).long()
-    made = values.new_zeros(*fours.shape[:2], FOUR)
-    return made.scatter_(2, fours, values.reshape(fours.shape)).flatten(1)[:, :k].contiguous()
+    made = torch.full_like(kept[:, :1, None], rest).expand(*fours.shape[:2], FOUR)
+    return made.scatter(2, fours, kept.view(fours.shape)).flatten(1)[:, :k].contiguous()
+
+
+def kept_at(dense: Tensor, places: Tensor, behind: float) -> Tensor:
+    """The inverse: (n, k) -> (n, 2 f), with `behind` behind input k."""
+    n, k = dense.shape
+    fours = pad(dense, (0, -k % FOUR), value=behind).view(n, -1, FOUR)
+    return fours.gather(2, places[:, : kept_of(k)].reshape(n, -1, KEPT).long()).flatten(1)
 
 
 def _refuse(wrong: Tensor, part: str, told: Any) -> None:
