@@ -14,6 +14,7 @@ from billfish.kernels.device import Gpu
 from billfish.kernels.stripes import Stripes
 from billfish.schemes.w4a16_24 import FAMILY, W4A16Sparse
 from billfish.schemes.w4a16_24.cuda import arrange, stripe, stripe_op, stripe_plan
+from billfish.schemes.w4a16_24.cuda.op import CudaOp
 from billfish.schemes.w4a16_24.cuda.stripe_op import StripeOp
 
 A100 = Gpu(0, "NVIDIA A100", "sm_80", 108, 163 * 1024, 164 * 1024, 40 * 2**20)
@@ -94,7 +95,7 @@ def unprepared(monkeypatch):
 
 
 def test_refusals(monkeypatch):
-    assert StripeOp in FAMILY.ops and not StripeOp.by_name
+    assert FAMILY.ops[:2] == (CudaOp, StripeOp) and not StripeOp.by_name
     assert "model.to('cuda')" in StripeOp.refuses(SCHEME, 64, 512, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "`billfish doctor`" in StripeOp.refuses(SCHEME, 64, 512, CARD)
@@ -104,6 +105,8 @@ def test_refusals(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, f=found: f)
         reason, here = StripeOp.refuses(SCHEME, 64, 512, CARD), f"{found[0]}.{found[1]}"
         assert reason is None if found >= (8, 0) else "8.0" in reason and here in reason
+        reason = CudaOp.refuses(SCHEME, 64, 512, CARD)
+        assert reason is None if found == (9, 0) else 'op="stripe"' in reason and here in reason
 
     def missing():
         raise UserError("not here")
@@ -215,6 +218,7 @@ def test_what_cannot_be_joined(unprepared):
     assert StripeOp.join([one, StripeOp(SCHEME, layer(64, dtype=BF16))]) is None
     assert StripeOp.join([one, StripeOp(W4A16Sparse(32), layer(64, K, W4A16Sparse(32)))]) is None
     assert StripeOp.join([one, StripeOp(SCHEME, layer(30))]).n == 94
+    assert StripeOp.gate([one, StripeOp(SCHEME, layer(64))]) is None
 
 
 def test_no_sm_is_idle():

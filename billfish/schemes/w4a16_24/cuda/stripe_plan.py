@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from billfish.errors import UserError
 from billfish.kernels.striped import Run, launcher
-from billfish.schemes.w4a16_24.cuda.arrange import N, Shape
+from billfish.schemes.w4a16_24.cuda.arrange import SCALE_DTYPES, N, Shape
 from billfish.schemes.w4a16_24.cuda.instances import TYPES
 from billfish.schemes.w4a16_24.cuda.stripe import panel_kernel, stripe_kernel, tokens_of
 
@@ -106,6 +106,27 @@ def stripe_plan(index: int, shape: Shape, dtype: torch.dtype) -> StripePlan:
     return StripePlan(index, shape, dtype)
 
 
+def multiply(x: Tensor, records: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """x (..., k) -> (..., n) in x's dtype. Allocates the result and, for decoded weights, a
+    panel."""
+    if x.dtype not in TYPES:
+        raise UserError(
+            f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16. Load the model "
+            "with one of these dtypes."
+        )
+    if x.shape[-1] != shape.k:
+        raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {shape.k}")
+    if x.device != records.device:
+        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
+    out = x.new_empty((*x.shape[:-1], shape.n))
+    m = x.numel() // shape.k
+    if m:
+        if bias is not None:
+            bias = bias.to(x.device, x.dtype).contiguous()
+        stripe_plan(x.get_device(), shape, x.dtype).path(m)(x, records, bias, out)
+    return out
+
+
 def linear(
     x: Tensor,
     records: Tensor,
@@ -114,31 +135,17 @@ def linear(
     k: int,
     groups: int,
     record_group: int,
-    half: bool,
+    scale_type: int,
 ) -> Tensor:
-    """x (..., k) -> (..., n) in x's dtype. `half`: scales are fp16, and not bf16. Allocates the
-    result and, for decoded weights, a panel."""
-    if x.dtype not in TYPES:
-        raise UserError(f"activations are {x.dtype}; CUDA kernels take float16 and bfloat16.")
-    if x.shape[-1] != k:
-        raise ValueError(f"activations have {x.shape[-1]} columns, the layer takes {k}")
-    if x.device != records.device:
-        raise ValueError(f"activations are on {x.device}, the layer on {records.device}")
-    out = x.new_empty((*x.shape[:-1], n))
-    m = x.numel() // k
-    if m:
-        if bias is not None:
-            bias = bias.to(x.device, x.dtype).contiguous()
-        shape = Shape(n, k, groups, record_group, torch.float16 if half else torch.bfloat16)
-        stripe_plan(x.get_device(), shape, x.dtype).path(m)(x, records, bias, out)
-    return out
+    """`scale_type`: index in SCALE_DTYPES."""
+    return multiply(x, records, bias, Shape(n, k, groups, record_group, SCALE_DTYPES[scale_type]))
 
 
-# The operator that torch.compile and dispatch modes see; eager calls use `linear` directly.
+# The operator that torch.compile and dispatch modes see; eager calls need none.
 _library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_24_stripe(Tensor x, Tensor records, Tensor? bias, int n, int k, int groups, "
-    "int record_group, bool half) -> Tensor"
+    "int record_group, int scale_type) -> Tensor"
 )
 _library.impl("w4a16_24_stripe", linear, "CUDA")  # type: ignore[no-untyped-call]
 operator = torch.ops.billfish.w4a16_24_stripe.default
@@ -153,6 +160,6 @@ def _fake(
     k: int,
     groups: int,
     record_group: int,
-    half: bool,
+    scale_type: int,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
