@@ -22,8 +22,9 @@ Scheme = Annotated[
     str,
     typer.Option(
         help="Format of the quantized weights: w4a16; w2416: 2- and 4-bit groups and 16-bit "
-        "outliers in one matrix; or w4ax: 4-bit weights and 8-bit activations, or with --set "
-        "activations=fmpq activations of 4 and 8 bits."
+        "outliers in one matrix; w4ax: 4-bit weights and 8-bit activations, or with --set "
+        "activations=fmpq activations of 4 and 8 bits; or w4a16_24: two of every four 4-bit "
+        "weights."
     ),
 ]
 Method = Annotated[

@@ -232,7 +232,7 @@ def brick_places() -> Layout:
     row g in the lower half, of row g + 8 in the upper one.
     """
     kept = BRICK_K // 2
-    order = []
+    order: list[int] = []
     for n16 in range(4):
         for lane in range(fragment.LANES):
             quad, (step, part) = lane // 4, divmod(lane % 4, 2)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels import workspace
+from billfish.kernels.clusters import BAND
 from billfish.kernels.launch import Loaded
 from billfish.kernels.stripes import STAGE_RECORDS, THREADS, Stripes, ring_stages
+from billfish.kernels.tiles import SLICE
 
 BANDS = {8: 2, 16: 2, 32: 2, 64: 4}  # tokens -> bands of a tile: MARLIN's 128 and 256 outputs
 
@@ -18,7 +19,7 @@ Run = Callable[[Tensor, Tensor, Tensor | None, Tensor, int], None]
 
 def stage_bytes(tokens: int, bands: int, record_bytes: int) -> int:
     """Bytes of a pipeline stage: four records, and the activations of their one or two slices."""
-    return STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * BRICK_K * 2
+    return STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * SLICE * 2
 
 
 def stages(tokens: int, bands: int, record_bytes: int) -> int:
@@ -36,7 +37,7 @@ def launcher(kernel: Loaded, tokens: int, n: int, k: int, k_tiles: int, record_b
     bands, index, sms = BANDS[tokens], kernel.gpu.index, kernel.gpu.sms
     how = Stripes(n, k_tiles, bands, sms)
     smem, x_k = smem_bytes(tokens, bands, record_bytes), k + -k % 8
-    sums = sms * bands * BRICK_N * tokens
+    sums = sms * bands * BAND * tokens
 
     def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int) -> None:
         partial, locks = workspace.of_stream(index, sums, sms)

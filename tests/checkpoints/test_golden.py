@@ -21,6 +21,8 @@ from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.dialects.awq import Awq
 from billfish.schemes.w4a16.dialects.compressed import CompressedTensors
 from billfish.schemes.w4a16.dialects.gptq import Gptq
+from billfish.schemes.w4a16_24 import W4A16Sparse
+from billfish.schemes.w4a16_24.scheme import PAIRS
 from billfish.schemes.w4ax import W4AX
 from billfish.schemes.w2416 import W2416
 
@@ -95,6 +97,20 @@ def whole(scheme, n, k):
     return {**tensors, **meant, "y": scheme.reference(tensors, x)}
 
 
+def sparse(scheme, n, k):
+    """w4a16_24: codes and places by formula, and the weight that they mean."""
+    i, j = torch.arange(n)[:, None], torch.arange(2 * -(-k // 4))[None]
+    four, pair = j // 2, torch.tensor(PAIRS)[(5 * i + 3 * (j // 2) + i * (j // 2)) % 6]
+    places = pair.gather(2, (j % 2).expand(n, -1)[..., None])[..., 0]
+    codes = (3 * i * i + 7 * j + i * j) % 16
+    codes[4 * four + places >= k] = 8
+    groups = k // scheme.group_of(k)
+    scales = ((1 + (5 * i + 3 * torch.arange(groups)) % 11) / 64).to(torch.float16)
+    tensors = scheme.pack(codes, places, scales, n, k)
+    scheme.check(tensors)
+    return {**tensors, "weight": scheme.dequantize(tensors)}
+
+
 @cache
 def packed():
     """{case: {tensor name: tensor}} of every layout of every dialect."""
@@ -112,6 +128,8 @@ def packed():
     cases["w4ax asymmetric"] = whole(W4AX(32, False), 24, 320)
     cases["w4ax fmpq"] = whole(W4AX(64, True, "fmpq", 0.5, True), 24, 320)
     cases["w4ax fmpq plain"] = whole(W4AX(32, False, "fmpq", 0.5, False), 24, 320)
+    cases["w4a16_24"] = sparse(W4A16Sparse(32), 24, 96)
+    cases["w4a16_24 channel ragged"] = sparse(W4A16Sparse(-1), 7, 45)
     cases["canonical bfloat16"] = canonical(W4A16(), 8, 256, torch.bfloat16)
     cases["canonical g_idx"] = canonical(W4A16(4, 32, has_g_idx=True), 8, 96)
     for symmetric in (True, False):

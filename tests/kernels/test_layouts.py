@@ -23,7 +23,9 @@ from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w4a16_24.cuda import arrange as sparse_arrange
-from billfish.schemes.w4a16_24.cuda import stripe_plan as sparse_plan
+from billfish.schemes.w4a16_24.cuda import plan as sparse_plan
+from billfish.schemes.w4a16_24.cuda import stripe_plan as sparse_stripe_plan
+from billfish.schemes.w4a16_24.cuda import tile as sparse_tile
 from billfish.schemes.w4ax.cuda import arrange as ax_arrange
 from billfish.schemes.w4ax.cuda import rounding as ax
 from billfish.schemes.w4ax.cuda import stripe as ax_stripe
@@ -35,8 +37,9 @@ from billfish.schemes.w2416.cuda import tile as mixed_tile
 
 PACKAGE = Path(billfish.__file__).parent
 ENGINE = PACKAGE / "engine" / "cuda"
-W4A16, W2416, W4AX = (PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416", "w4ax"))
-SPARSE = PACKAGE / "schemes" / "w4a16_24" / "cuda"
+W4A16, W2416, W4AX, SPARSE = (
+    PACKAGE / "schemes" / name / "cuda" for name in ("w4a16", "w2416", "w4ax", "w4a16_24")
+)
 H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 2**26)
 CHUNK = ("sequence", "table", "token", "pages", "number", "chunks", "begin", "length")
 DRAW_RULE = ("heat", "deepest", "top_k", "top_p", "low", "high")  # what Chooser.rule fills
@@ -201,8 +204,8 @@ def sparse_stripes():
 
 
 def sparse_panel():
-    yield "kPanelThreads", sparse_plan.PANEL_THREADS
-    yield "kPanelBytes", sparse_plan.PANEL_SMEM
+    yield "kPanelThreads", sparse_stripe_plan.PANEL_THREADS
+    yield "kPanelBytes", sparse_stripe_plan.PANEL_SMEM
 
 
 def ax_quant():
@@ -222,6 +225,36 @@ def ax_records():
         yield record, ax_arrange.record_shape(group, 64, 128, asymmetric).record_bytes
 
 
+def sparse_records():
+    """Group size -> bytes."""
+    for group in (32, 64, 128):
+        shape = sparse_arrange.Shape(64, 128, 128 // group, group, torch.float16)
+        yield group, shape.record_bytes
+
+
+def sparse_decode():
+    yield "kDecodeThreads", sparse_tile.THREADS
+    yield "kBarrierBytes", sparse_tile.BARRIER_BYTES
+    for (group, size), m, share in itertools.product(sparse_records(), (8, 16), (1, 2, 4, 9)):
+        total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
+        how = sparse_tile.pick_tile(m, total * BRICK_N, size, H200)
+        passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
+        stage = f"DecodeStage<{group}, {how.tokens}, {how.bands}>::kBytes"
+        sums = f"{min(passes, 2)} * Sums<{how.tokens}, {how.bands}>::kBytes"
+        yield f"SparseRecord<{group}>::kBytes", size
+        yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+
+
+def sparse_batch():
+    cuts = tiles.cuts(sparse_plan.COSTS.stage_us)
+    for (group, size), cut in itertools.product(sparse_records(), cuts):
+        how = tiles.launch(cut, 300, 8192, 64, size, H200)
+        if how is not None:
+            stage = f"SparseStage<{group}, {cut.tokens}, {cut.bands}>::kBytes"
+            yield stage, how.stage_bytes
+            yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
+
+
 MIRRORED = {
     ENGINE / "attention.cuh": attention,
     ENGINE / "draw.cuh": draw,
@@ -231,6 +264,8 @@ MIRRORED = {
     W4A16 / "batch.cuh": batches,
     W4A16 / "panel.cuh": panel,
     W4A16 / "stripe.cuh": striped,
+    SPARSE / "decode.cuh": sparse_decode,
+    SPARSE / "batch.cuh": sparse_batch,
     W4AX / "stripe.cuh": ax_stripes,
     SPARSE / "stripe.cuh": sparse_stripes,
     SPARSE / "panel.cuh": sparse_panel,

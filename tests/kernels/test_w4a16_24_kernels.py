@@ -38,8 +38,10 @@ H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 0)
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_kernels_keep_to_their_registers(dtype):
-    wanted = [program for size in (32, 64, 128) for program in programs(size, dtype, "sm_90a")]
-    assert len(wanted) == 36 == len(set(wanted))
+    # the other type has the same text, and about as many registers
+    sizes = (32, 128) if dtype == FP16 else (32, 64)
+    wanted = [program for size in sizes for program in programs(size, dtype, "sm_90a")]
+    assert len(wanted) == 24 == len(set(wanted))
     other = next(each for each in TYPES if each != dtype)
     wanted += [decode_kernel(dtype, other, 32, 16, bands).program for bands in (1, 2, 4)]
     with ThreadPoolExecutor(2) as pool:
@@ -112,9 +114,7 @@ def bytes_of(tensor):
     return struct.pack("<Q", len(content)) + content
 
 
-def product(
-    compiled, scheme, tensors, x, bias, seed, cut=None, text=None, gated=False, sms=4
-):
+def product(compiled, scheme, tensors, x, bias, seed, cut=None, text=None, gated=False, sms=4):
     """By w4a16_24_batch with the tile configuration `cut`, or by w4a16_24_decode."""
     shape, records = arrange.pack(scheme, tensors)
     m, whole, splits = len(x), 0, 1
@@ -220,12 +220,10 @@ def test_products(case, compiled):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_identity_returns_the_weights_rounded_once(dtype, cut, compiled):
     scheme, tensors, _, _ = layer(70, 96, 32, dtype)
-    eye, step = torch.eye(96, dtype=dtype), 96 if cut else 16
-    rows = [
-        product(compiled, scheme, tensors, eye[i : i + step], None, 1, cut)
-        for i in range(0, 96, step)
-    ]
-    assert torch.equal(torch.cat(rows), scheme.dequantize(tensors).to(dtype).T)
+    eye, wanted = torch.eye(96, dtype=dtype), scheme.dequantize(tensors).to(dtype).T
+    for tokens in (slice(0, 96),) if cut else (slice(25, 41), slice(80, 96)):
+        y = product(compiled, scheme, tensors, eye[tokens], None, 1, cut)
+        assert torch.equal(y, wanted[tokens])
 
 
 @needs_compiler
@@ -241,7 +239,9 @@ def test_gated_products(dtype, cut, compiled):
     rows = order(2 * n, plan.RUN)
     codes, places = scheme.kept(tensors)
     mixed = scheme.pack(codes[rows], places[rows], tensors["weight_scale"][rows], 2 * n, k)
-    y, both = (product(compiled, scheme, mixed, x[:m], None, 2, cut, gated=g) for g in (True, False))
+    y, both = (
+        product(compiled, scheme, mixed, x[:m], None, 2, cut, gated=g) for g in (True, False)
+    )
     plain = product(compiled, scheme, tensors, x[:m], None, 2, cut)
     assert torch.equal(apart(both, plan.RUN), plain)
     gate, up = plain.chunk(2, -1)
@@ -264,7 +264,7 @@ MISTAKES = [
     ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
-    ("decode", r"box < 2 \* slices", "box < slices"),
+    ("decode", r"\(first \+ box\)", "first"),
     ("decode: sparse", r"places\[step / 2\]", "places[0]"),
     ("decode: sparse", r"half \* 64 \+ lane / 4 \* 8", "lane / 4 * 8"),
     ("decode: sparse", r"0xd480d480u", "0xd400d400u"),  # zero points of the upper eight outputs

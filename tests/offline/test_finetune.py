@@ -18,6 +18,7 @@ from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.text import read_documents
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16_24 import W4A16Sparse
 from billfish.schemes.w4ax import W4AX
 from billfish.schemes.w2416 import W2416
 from billfish.schemes.w2416.codes import TrainableMixed
@@ -63,8 +64,9 @@ def weights(folder):
         (W2416(3.3), {"scale_base", "weight_scale_4"}),
         (W4AX(64), {"weight_scale"}),
         (W4AX(64, True, "fmpq", 0.5, True), {"weight_scale"}),
+        (W4A16Sparse(32), {"weight_scale"}),
     ],
-    ids=["w4a16", "w2416", "w4ax", "fmpq"],
+    ids=["w4a16", "w2416", "w4ax", "fmpq", "w4a16_24"],
 )
 def test_training_and_distillation_improve_held_out_sequences(
     tmp_path, source, fast, scheme, scales

@@ -7,6 +7,8 @@ rounded this way, and the one with the smallest cost is kept: an exact compariso
 SparseGPT's w^2 / A_jj looks at one weight at a time.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,22 @@ from billfish.schemes.w4a16_24.scheme import FOUR, PAIRS
 
 GRID = Grid(4, symmetric=True)
 FREE = -1  # a pair that is to be chosen
+
+
+@dataclass
+class Found:
+    """The fours of some rows, as far as they are rounded; in the order of their inputs."""
+
+    made: Tensor  # (f, 4, n): rounded weights
+    exact: Tensor  # (f, 2, n): those of kept places, before they were rounded
+    pairs: Tensor  # (f, n) int64: which places are kept, an index of PAIRS
+
+    def put(self, four: int, made: Tensor, exact: Tensor, pair: Tensor) -> None:
+        self.made[four], self.exact[four], self.pairs[four] = made, exact, pair
+
+    @property
+    def places(self) -> Tensor:  # (f, 2, n) int64
+        return torch.tensor(PAIRS, device=self.pairs.device)[self.pairs].transpose(1, 2)
 
 
 class Pairs:
@@ -43,17 +61,18 @@ class Pairs:
         scale: Tensor,  # (n,)
         given: Tensor,  # (n,) int64: index of its pair, or FREE
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rounded weights (4, n); those of the kept places (2, n); the pairs (n,)."""
-        kept = weights[self.kept] - self.taken[i] @ weights[self.pruned]  # (6, 2, n)
-        first = GRID.nearest(kept[:, 0], scale, scale)
-        second = kept[:, 1] - self.passed[i] * (kept[:, 0] - first)
-        kept = torch.stack([first, GRID.nearest(second, scale, scale)], 1)
+        """The rounded weights (4, n); those of the kept places before rounding (2, n); the pairs
+        (n,)."""
+        exact = weights[self.kept] - self.taken[i] @ weights[self.pruned]  # (6, 2, n)
+        first = GRID.nearest(exact[:, 0], scale, scale)
+        exact[:, 1] -= self.passed[i] * (exact[:, 0] - first)
+        kept = torch.stack([first, GRID.nearest(exact[:, 1], scale, scale)], 1)
         error = weights - self._placed(kept)
         cost = (error * (self.metric[i] @ error)).sum(1)
         pair = torch.where(given == FREE, cost.argmin(0), given)
-        chosen = kept.gather(0, pair.expand(1, 2, -1))[0]
-        made = torch.zeros_like(weights).scatter_(0, self.kept[pair].T, chosen)
-        return made, chosen, pair
+        at = pair.expand(1, 2, -1)
+        made = torch.zeros_like(weights).scatter_(0, self.kept[pair].T, kept.gather(0, at)[0])
+        return made, exact.gather(0, at)[0], pair
 
     def pruned_only(self, fours: slice, weights: Tensor, given: Tensor) -> Tensor:
         """Some fours' weights (f, 4, n) with two of four pruned, and nothing rounded."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from billfish.schemes.base import Tensors
 from billfish.schemes.w4a16_24.codes import Kept, TrainableKept
 from billfish.schemes.w4a16_24.pairs import FREE
-from billfish.schemes.w4a16_24.scheme import FOUR, KEPT, PAIRS, W4A16Sparse, kept_of
+from billfish.schemes.w4a16_24.scheme import FOUR, KEPT, PAIRS, W4A16Sparse, kept_of, spread
 from billfish.schemes.w4a16_24.walk import Walk, walk_order
 from billfish.solvers.known import Known
 from billfish.solvers.methods import METHODS
@@ -48,19 +48,14 @@ def quantize(
         walk.run(some, given)
         for some, given in zip(torch.split(target, rows), torch.split(pairs, rows), strict=True)
     ]
-    codes, places, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    codes, exact, places, scales = (
+        torch.cat([getattr(piece, name) for piece in pieces])
+        for name in ("codes", "exact", "places", "scales")
+    )
     note = "; ".join(each for each in (known.note, note) if each) or None
     byte = torch.uint8
-    solved = Kept(
-        None,
-        note,
-        target[:, :k].contiguous(),
-        scheme,
-        k,
-        codes.to(byte),
-        places.to(byte),
-        scales.to(dtype),
-    )
+    meant = spread(exact, places, k)
+    solved = Kept(None, note, meant, scheme, k, codes.to(byte), places.to(byte), scales.to(dtype))
     if known.hessian is None:
         return solved
     energy = output_energy(weight, solved.decoded, known.hessian[:k, :k])

@@ -7,11 +7,13 @@ linears of SmolLM2 (docs/LOG.md, 2026-11-18): 3.7 % more with fours in natural o
 increasing diagonal, 1.5 % ordered across groups with scales from before.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from billfish.schemes.w4a16_24.descent import Descent
-from billfish.schemes.w4a16_24.pairs import GRID, Pairs
+from billfish.schemes.w4a16_24.pairs import GRID, Found, Pairs
 from billfish.schemes.w4a16_24.scheme import FOUR, KEPT, MIDDLE
 from billfish.solvers.clip import search_scales
 from billfish.solvers.gptq import BLOCK
@@ -27,6 +29,26 @@ def walk_order(diagonal: Tensor, size: int) -> Tensor:
     first = torch.arange(len(fours), device=diagonal.device)[:, None] * fours.shape[1]
     order = (first + inside)[groups].flatten()
     return (FOUR * order[:, None] + torch.arange(FOUR, device=order.device)).flatten()
+
+
+@dataclass
+class Walked:
+    """Some rows of a weight, rounded."""
+
+    codes: Tensor  # (n, 2 f)
+    exact: Tensor  # (n, 2 f): the kept weights before they were rounded
+    places: Tensor  # (n, 2 f)
+    scales: Tensor  # (n, g)
+
+    @staticmethod
+    def of(found: Found, scales: Tensor) -> "Walked":
+        places = found.places
+        step = scales.repeat_interleave(len(places) // len(scales), 0)[:, None]
+        codes = (found.made.gather(1, places) / step).round_() + MIDDLE
+        codes, exact, places = (
+            each.permute(2, 0, 1).flatten(1) for each in (codes, found.exact, places)
+        )
+        return Walked(codes, exact, places, scales.T)
 
 
 class Walk:
@@ -49,14 +71,15 @@ class Walk:
         self.pairs = Pairs(inverse)
         self.fours = (self.order[::FOUR] // FOUR).tolist()
 
-    def run(self, target: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and places (n, k / 2) and scales (n, g) of some rows of a weight (n, k); `given`
-        (n, k / 4) are pairs, or FREE."""
-        n, fours = len(target), self.k // FOUR
-        given = given.T.contiguous()
+    def run(self, target: Tensor, given: Tensor) -> Walked:
+        """Rounds some rows of a weight (n, k); `given` (n, k / 4) are pairs, or FREE."""
+        n, given = len(target), given.T.contiguous()
         scales = torch.empty(self.k // self.size, n, device=target.device)
-        pairs = torch.empty_like(given)
-        kept = torch.empty(fours, KEPT, n, device=target.device)
+        found = Found(
+            torch.empty(self.k // FOUR, FOUR, n, device=target.device),
+            torch.empty(self.k // FOUR, KEPT, n, device=target.device),
+            torch.empty_like(given),
+        )
         todo = target.T[self.order]  # (k, n): a step reads and writes whole columns
         errors = torch.empty_like(todo[:BLOCK])
         for start in range(0, self.k, BLOCK):
@@ -67,23 +90,17 @@ class Walk:
                 if a % self.size == 0:
                     scales[group] = self._scale(todo, a, given)
                 weights = todo[a : a + FOUR]
-                made, kept[four], pairs[four] = self.pairs.rounded(
-                    i, weights, scales[group], given[four]
-                )
+                found.put(four, *self.pairs.rounded(i, weights, scales[group], given[four]))
                 if self.upper is not None:
                     own = slice(a - start, a - start + FOUR)
-                    errors[own] = self.apart[i] @ (weights - made)
+                    errors[own] = self.apart[i] @ (weights - found.made[four])
                     feedback = self.upper[a : a + FOUR, a + FOUR : end]
                     todo[a + FOUR : end].addmm_(feedback.T, errors[own], alpha=-1.0)
             if self.upper is not None:
                 todo[end:].addmm_(self.upper[start:end, end:].T, errors[: end - start], alpha=-1.0)
         if self.descent is not None:
-            self.descent.run(target, given, scales, kept, pairs)
-        step = scales.repeat_interleave(self.size // FOUR, 0)[:, None]
-        codes = (kept / step).round_() + MIDDLE
-        places = self.pairs.kept[pairs].transpose(1, 2)
-        codes, places = (each.permute(2, 0, 1).reshape(n, -1) for each in (codes, places))
-        return codes, places, scales.T
+            self.descent.run(target, given, scales, found)
+        return Walked.of(found, scales)
 
     def _scale(self, todo: Tensor, a: int, given: Tensor) -> Tensor:  # (n,)
         """Of the group whose first column in walking order is `a`."""

@@ -60,12 +60,12 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     }
     __syncthreads();
 
+    const int bands = (n + kRecordN - 1) / kRecordN;
     ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits);
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
-            copy_records<Stage, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles, n_tiles,
-                                        walk, stages, places);
+            copy_records<Stage, kBands>(records, bands, m_tiles, n_tiles, walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
@@ -87,6 +87,13 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
         const TilePlace place(walk.tile, m_tiles, n_tiles);
         const int token_0 = place.m_tile * kTokens;
         const int row_0 = place.n_tile * kRows + team * kBands * kRecordN + warp * 16;
+        // A band past the last output is the last one again: its own memory holds no metadata.
+        const int last = min(kTeams * kBands, bands - place.n_tile * kTeams * kBands) - 1;
+        u32 records_at[kBands];
+#pragma unroll
+        for (int band = 0; band < kBands; ++band)
+            records_at[band] =
+                Stage::kRecords + min(team * kBands + band, last) * Stage::kRecordBytes;
         float acc[kBands][kTokens / 2] = {};
         {
             u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
@@ -99,8 +106,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
 #pragma unroll
                 for (int unit = 0; unit < 2 * kBands; ++unit) {
                     const int k64 = unit % 2;
-                    const u32 record = slot.stage + Stage::kRecords +
-                                       (team * kBands + unit / 2) * Stage::kRecordBytes;
+                    const u32 record = slot.stage + records_at[unit / 2];
                     if (k64 == 0) mine = SparseLane::load<R>(record, warp, lane);
 #pragma unroll
                     for (int step = 0; step < 2; ++step) {

@@ -1,4 +1,4 @@
-"""Products of one w4a16_24 layer on one GPU: up to 16 tokens w4a16_24_decode, w4a16_24_batch beyond.
+"""Products of one w4a16_24 layer on one GPU: w4a16_24_decode up to 16 tokens, else w4a16_24_batch.
 
 Where scales have another type than x, weights in x's type would be rounded twice: w4a16_24_decode,
 which scales sums, then takes every 16 tokens in turn. All of it is one torch operator, for
