@@ -17,12 +17,12 @@ from cpp_compiler import compile_cpp, needs_compiler
 from torch.nn.functional import pad, silu
 
 import billfish
-from billfish.kernels import stripes, tiles
+from billfish.kernels import striped, stripes, tiles
 from billfish.kernels.clusters import CLUSTER
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import arrange, stripe, tile
+from billfish.schemes.w4a16.cuda import arrange, tile
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.gated import apart, interleaved
 
@@ -112,10 +112,10 @@ def product(
             how.smem,
         )
     else:
-        tokens = min(each for each in stripe.BANDS if each >= m)
-        bands, stages = stripe.BANDS[tokens], 0
+        tokens = min(each for each in striped.BANDS if each >= m)
+        bands, stages = striped.BANDS[tokens], 0
         blocks = stripes.Stripes(n, k_tiles, bands, sms).blocks
-        smem = stripe.smem_bytes(tokens, bands, kind.record_bytes)
+        smem = striped.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
     program = compiled(kernel, ",".join(map(str, names)), text)
@@ -253,8 +253,13 @@ MISTAKES = [
     ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
-    ("stripe", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();"),
-    ("stripe", r"lane,\s+warp % 2\)", "lane, 0)"),
+    (
+        "stripe: striped",
+        r"wait_copies<Stage::kStages - 2>\(\);",
+        "wait_copies<Stage::kStages - 1>();",
+    ),
+    ("stripe: striped", r"lane,\s+warp % 2\)", "lane, 0)"),
+    ("stripe: stripes", r" \|\| i \+ chunk < kChunks", ""),
     ("stripe: stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";"),
 ]
 

@@ -18,11 +18,13 @@ from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
+from billfish.kernels import striped as striped_sizes
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w4a16_24.cuda import arrange as sparse_arrange
 from billfish.schemes.w4a16_24.cuda import plan as sparse_plan
+from billfish.schemes.w4a16_24.cuda import stripe_plan as sparse_stripe_plan
 from billfish.schemes.w4a16_24.cuda import tile as sparse_tile
 from billfish.schemes.w4ax.cuda import arrange as ax_arrange
 from billfish.schemes.w4ax.cuda import rounding as ax
@@ -191,6 +193,21 @@ def ax_stripes():
         yield f"{stage}::kStages * {stage}::kBytes", ax_stripe.smem_bytes(tokens, record)
 
 
+def sparse_stripes():
+    yield from striped()
+    for (tokens, bands), group in itertools.product(striped_sizes.BANDS.items(), (32, 64, 128)):
+        record = sparse_arrange.Shape(64, 128, 1, group, torch.float16).record_bytes
+        stage = f"StripeStage<SparseRecord<{group}>::kBytes, {tokens}, {bands}>"
+        yield f"SparseRecord<{group}>::kBytes", record
+        yield f"{stage}::kBytes", striped_sizes.stage_bytes(tokens, bands, record)
+        yield f"{stage}::kStages", striped_sizes.stages(tokens, bands, record)
+
+
+def sparse_panel():
+    yield "kPanelThreads", sparse_stripe_plan.PANEL_THREADS
+    yield "kPanelBytes", sparse_stripe_plan.PANEL_SMEM
+
+
 def ax_quant():
     yield "kMostQuantWarps * 32", ax_stripe.QUANT_THREADS
     yield "kMostQuantWarps * 8", ax_stripe.QUANT_SMEM
@@ -250,6 +267,8 @@ MIRRORED = {
     SPARSE / "decode.cuh": sparse_decode,
     SPARSE / "batch.cuh": sparse_batch,
     W4AX / "stripe.cuh": ax_stripes,
+    SPARSE / "stripe.cuh": sparse_stripes,
+    SPARSE / "panel.cuh": sparse_panel,
     W4AX / "stripe_quant.cuh": ax_quant,
     W2416 / "decode.cuh": mixed,
     W2416 / "panel.cuh": mixed_panel,

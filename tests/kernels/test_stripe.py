@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from billfish.kernels import jit
 from billfish.kernels.jit import Program
+from billfish.kernels.striped import BANDS, smem_bytes, stage_bytes, stages
 from billfish.kernels.stripes import MOST_SMEM, CostStripes, Part, Stripes
-from billfish.schemes.w4a16.cuda import stripe as source
-from billfish.schemes.w4a16.cuda.stripe import smem_bytes, stage_bytes, stages
+from billfish.schemes.w4a16.cuda import instances
 
-CUH = Path(source.__file__).with_suffix(".cuh")
-CUTS = [*source.BANDS.items(), (8, 4), (16, 4)]  # tokens, bands
+CUH = Path(instances.__file__).with_name("stripe.cuh")
+CUTS = [*BANDS.items(), (8, 4), (16, 4)]  # tokens, bands
 SHAPES = st.builds(
     Stripes,
     n=st.integers(1, 1500),
@@ -262,7 +262,8 @@ def test_the_kernel_counts_the_same(tmp_path):
     lines = [f'#include "{CUH}"', "template <int> __global__ void counts() {"]
     for (tokens, bands), group, zeros in itertools.product(CUTS, (32, 64, 128), (0, 1)):
         size = record_bytes(group, zeros)
-        stage = f"billfish::StripeStage<{group}, {zeros}, {tokens}, {bands}>"
+        record = f"billfish::Record<{group}, {zeros}>::kBytes"
+        stage = f"billfish::StripeStage<{record}, {tokens}, {bands}>"
         lines.append(
             f"static_assert({stage}::kBytes == {stage_bytes(tokens, bands, size)} && "
             f'{stage}::kStages == {stages(tokens, bands, size)}, "");'

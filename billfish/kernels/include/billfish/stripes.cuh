@@ -76,38 +76,32 @@ struct CostStripes {
     }
 };
 
-// Records of a stage, [slice][band], 16 bytes a thread and instruction. Weights are read once:
-// evict first, so that x stays in L2 (MARLIN 3.4).
+// Records of a stage, [slice][band]: 64 threads copy one, 16 bytes a thread and instruction.
+// Weights are read once: evict first, so that x stays in L2 (MARLIN 3.4).
 template <int kRecordBytes, int kBands>
 struct StageRecords {
-    static constexpr int kTail = kRecordBytes / 16 - kStripeThreads;  // scales and zeros
-    static_assert(kTail > 0 && kStageRecords * kTail <= kStripeThreads, "a thread each");
+    static constexpr int kThreads = kStripeThreads / kStageRecords;  // of a record
+    static constexpr int kChunks = kRecordBytes / 16;
     u64 policy;
-    u32 tail_from, tail_to, band_bytes;
+    u32 band_bytes;
 
     BILLFISH_DEVICE StageRecords(u64 policy, int k_tiles)
-        : policy(policy), band_bytes(k_tiles * kRecordBytes) {
-        const int thread = threadIdx.x;
-        const int record = thread / kTail;  // whose tail this thread copies, if below kStageRecords
-        const u32 part = (kStripeThreads + thread % kTail) * 16;
-        tail_from = record % kBands * band_bytes + record / kBands * kRecordBytes + part -
-                    thread * 16;
-        tail_to = record * kRecordBytes + part;
+        : policy(policy), band_bytes(k_tiles * kRecordBytes) {}
+    // This thread's first 16 bytes, from the stage's first record on.
+    BILLFISH_DEVICE u32 offset() const {
+        const u32 record = threadIdx.x / kThreads;
+        return record % kBands * band_bytes + record / kBands * kRecordBytes +
+               threadIdx.x % kThreads * 16;
     }
-    // `from`: the stage's first record, and this thread's 16 bytes in it.
+    // `from`: the stage's first record, and this thread's offset.
     BILLFISH_DEVICE void copy(u32 to, const unsigned char* from, int bands, int slices) const {
+        const int record = threadIdx.x / kThreads, chunk = threadIdx.x % kThreads;
+        if (record % kBands >= bands || record / kBands >= slices) return;
 #pragma unroll
-        for (int record = 0; record < kStageRecords; ++record) {
-            if (has(record, bands, slices))
-                copy_async_16(to + record * kRecordBytes + threadIdx.x * 16,
-                              from + record % kBands * band_bytes + record / kBands * kRecordBytes,
-                              policy);
+        for (int i = 0; i < kChunks; i += kThreads) {
+            if (i + kThreads <= kChunks || i + chunk < kChunks)
+                copy_async_16(to + record * kRecordBytes + (i + chunk) * 16, from + i * 16, policy);
         }
-        if (threadIdx.x < kStageRecords * kTail && has(threadIdx.x / kTail, bands, slices))
-            copy_async_16(to + tail_to, from + tail_from, policy);
-    }
-    static BILLFISH_DEVICE bool has(int record, int bands, int slices) {
-        return record % kBands < bands && record / kBands < slices;
     }
 };
 

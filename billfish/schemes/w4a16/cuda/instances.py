@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from billfish.kernels import clusters, tiles
+from billfish.kernels import clusters, striped, tiles
 from billfish.kernels.device import capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
-from billfish.schemes.w4a16.cuda import arrange, stripe
+from billfish.schemes.w4a16.cuda import arrange
 from billfish.schemes.w4a16.scheme import W4A16
 
 HERE = Path(__file__).parent
@@ -78,8 +78,8 @@ def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
 
 
 def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
-    most = max(stripe.BANDS) if rounds_once(kind, dtype) else clusters.MOST_TOKENS
-    return [tokens for tokens in stripe.BANDS if tokens <= most]
+    most = max(striped.BANDS) if rounds_once(kind, dtype) else clusters.MOST_TOKENS
+    return [tokens for tokens in striped.BANDS if tokens <= most]
 
 
 def kind_of(scheme: W4A16, kernel: Literal["decode", "stripe"], scale_dtype: torch.dtype) -> Kind:
@@ -101,7 +101,7 @@ def programs(
         kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in (1, 2, 4)]
     else:
         tokens = stripe_tokens(kind, dtype)
-        kernels = [few_kernel(kind, dtype, t, stripe.BANDS[t]) for t in tokens]
+        kernels = [few_kernel(kind, dtype, t, striped.BANDS[t]) for t in tokens]
     if runs_batches(kind, dtype, arch):
         kernels += [batch_kernel(kind, dtype, *instance) for instance in tiles.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

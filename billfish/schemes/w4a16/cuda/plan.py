@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
-from billfish.kernels import clusters, stripes, tensor_map, tiles, workspace
+from billfish.kernels import clusters, striped, tensor_map, tiles, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
-from billfish.schemes.w4a16.cuda import arrange, batch, stripe, tile
+from billfish.schemes.w4a16.cuda import arrange, batch, tile
 from billfish.schemes.w4a16.cuda.gated import apart
 from billfish.schemes.w4a16.cuda.instances import (
     KINDS,
@@ -124,31 +124,15 @@ class Plan:
         return run
 
     def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
-        bands = stripe.BANDS[tokens]
-        how = stripes.Stripes(self.n, self.k_tiles, bands, gpu(index).sms)
-        smem = stripe.smem_bytes(tokens, bands, self.kind.record_bytes)
-        kernel = few_kernel(self.kind, self.dtype, tokens, bands).load(index)
-        n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
-        sums = arrange.N * tokens * bands
+        kernel = few_kernel(self.kind, self.dtype, tokens, striped.BANDS[tokens]).load(index)
+        sizes = (self.n, self.k, self.k_tiles, self.kind.record_bytes)
+        launch = striped.launcher(kernel, tokens, *sizes)
 
         def run(
             x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
         ) -> None:
             assert not gated
-            partial, locks = workspace.of_stream(index, gpu(index).sms * sums, gpu(index).sms)
-            arguments = (
-                records.data_ptr(),
-                x.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                partial.data_ptr(),
-                locks.data_ptr(),
-                m,
-                n,
-                x_k,
-                k_tiles,
-            )
-            kernel.launch(how.blocks, stripes.THREADS, arguments, smem)
+            launch(x, records, bias, out, m)
 
         return run
 

@@ -36,18 +36,24 @@ class CudaOp(Op):
             return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
         if not torch.cuda.is_available():
             return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        found = torch.cuda.get_device_capability(index_of(device))
-        if found != HOPPER:
-            here = ".".join(map(str, found))
-            return (
-                f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From "
-                '8.0 on op="stripe" runs w4a16_24; op="reference" does anywhere, slowly.'
-            )
+        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
+        if reason is not None:
+            return reason
         try:
             jit.version()
         except UserError:
             return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
         return None
+
+    @classmethod
+    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
+        if found == HOPPER:
+            return None
+        here = ".".join(map(str, found))
+        return (
+            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
+            'op="stripe" runs w4a16_24; op="reference" does anywhere, slowly.'
+        )
 
     @classmethod
     def programs(cls, scheme: W4A16Sparse, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:

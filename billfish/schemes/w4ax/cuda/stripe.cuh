@@ -43,7 +43,7 @@ struct AxCopier {
     static constexpr int kRows = kStripeThreads / 8;  // of x at once, 8 chunks each
 
     StageRecords<Stage::kRecordBytes, kBands> records;
-    const unsigned char *from, *x;  // the stage's first record, and this thread's 16 bytes in it
+    const unsigned char *from, *x;  // this thread's 16 bytes of the stage's records, of a token
     u32 to, ring, x_offset;
     int left, slice, bands, m_tile, m_tiles, k_tiles, m, fours;
 
@@ -57,7 +57,7 @@ struct AxCopier {
         slice = begin - tile * k_tiles;
         bands = bands_all - n_tile * kBands;  // from this tile on
         from = all + static_cast<u64>(n_tile * kBands) * records.band_bytes +
-               static_cast<u64>(slice) * Stage::kRecordBytes + thread * 16;
+               static_cast<u64>(slice) * Stage::kRecordBytes + records.offset();
         const int row = thread / 8;  // slice * kTokens + token
         x_offset = Stage::kX + row * kXLine + ((thread ^ row) % 8 << 4);
     }
