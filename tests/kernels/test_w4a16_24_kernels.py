@@ -254,8 +254,8 @@ MISTAKES = [
     ("batch", r"barrier_wait\(slot\.full, slot\.parity\);", ";"),
     ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
-    ("batch", r"mine\.places\[k64\], step\)", "mine.places[k64], 0)"),  # another lane's metadata
-    ("batch", r"mine\.places\[k64\], step\)", "mine.places[0], step)"),
+    ("batch", r"marks\[k64\], step\)", "marks[k64], 0)"),  # another lane's metadata
+    ("batch", r"marks\[k64\], step\)", "marks[0], step)"),
     ("batch", r"step \* 64\) / 16", "step * 32) / 16"),
     ("batch", r"k / kGroup \* 128", "0"),  # another group's scales
     ("batch", r"zero\(8, true\)", "zero(8, false)"),

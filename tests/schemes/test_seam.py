@@ -79,7 +79,8 @@ def test_commands_know_it(made):
         command("plan", made / "source", "--scheme", "w8f")
     with pytest.raises(UserError, match="w8f has no group_size"):
         command("plan", made / "source", "--scheme", "w8f", "--group-size", 32)
-    with pytest.raises(UserError, match=r"scheme 'w9'.*known are w4a16, w2416, w4ax, w8f"):
+    known = "w4a16, w2416, w4ax, w4a16_24, w8f"
+    with pytest.raises(UserError, match=rf"scheme 'w9'.*known are {known}"):
         command("plan", made / "source", "--scheme", "w9")
 
 

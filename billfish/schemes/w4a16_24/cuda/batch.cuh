@@ -83,6 +83,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     const u32 words_at = kept(warp * kBrickBytes + lane * 16, lane);  // in a record
     const u32 scales_at = kept(R::kScales + (warp / 2 * 8 + lane / 4) * 8 + warp % 2 * 4, lane);
     ReadSlot slot{places.ring(), places.full(0), 0};
+    const bool never = stages < 0;
 #pragma unroll 1
     while (walk.next()) {
         const TilePlace place(walk.tile, m_tiles, n_tiles);
@@ -97,40 +98,56 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
                 kept(Stage::kRecords + min(team * kBands + band, last) * Stage::kRecordBytes, 0);
         float acc[kBands][kTokens / 2] = {};
         {
-            u32 a[2][2][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
-            u32 read = 0;    // the barrier of the slot before
+            // Of 64 inputs: fragments and metadata, in flight and being decoded. A product reads
+            // its metadata when it begins, not when it is issued, and ptxas does not know: loaded
+            // for the next product, it changed one that still waited (256 tokens: 2 to 7 % off). So
+            // no product is in flight where the loop turns, and stores that never happen keep the
+            // registers until products have ended.
+            u32 a[2][2][4], marks[2];
+            uint4 words = {};
+            u32 bits = 0;
+            const auto prepare = [&](int unit) {
+                const int k64 = unit % 2;
+                const u32 record = slot.stage + records_at[unit / 2];
+                if (k64 == 0) words = load_smem_16(record + words_at);
+                marks[k64] = load_smem_4(record + R::kMetadata + words_at / 2 + k64 * 4);
+                const u32 both[2] = {k64 ? words.z : words.x, k64 ? words.w : words.y};
+#pragma unroll
+                for (int step = 0; step < 2; ++step) {
+                    const int k = k64 * 64 + step * 32;
+                    if (k % kGroup == 0)
+                        bits = load_smem_4(record + scales_at + k / kGroup * 128);
+                    decode_step<T>(both[step], bits, a[k64][step]);
+                }
+            };
+            barrier_wait(slot.full, slot.parity);
+            prepare(0);
             for (int i = 0; i < walk.count; ++i) {
                 const u64 x_at = x_descriptor(slot.stage);
-                SparseLane mine;  // a product takes its metadata when it is issued
-                u32 bits = 0;
-                barrier_wait(slot.full, slot.parity);
+                const u32 read = slot.empty();
 #pragma unroll
                 for (int unit = 0; unit < 2 * kBands; ++unit) {
                     const int k64 = unit % 2;
-                    const u32 record = slot.stage + records_at[unit / 2];
-                    if (k64 == 0) mine = SparseLane::load<R>(record, words_at);
-#pragma unroll
-                    for (int step = 0; step < 2; ++step) {
-                        const int k = k64 * 64 + step * 32;
-                        if (k % kGroup == 0)
-                            bits = load_smem_4(record + scales_at + k / kGroup * 128);
-                        decode_step<T>(mine.words[k64 * 2 + step], bits, a[k64][step]);
-                    }
                     wgmma_fence();
 #pragma unroll
                     for (int step = 0; step < 2; ++step)  // 64 bytes on
                         wgmma_sparse(T(), acc[unit / 2], a[k64][step],
                                      x_further(x_at, k64 * kTokens * kXLine + step * 64),
-                                     mine.places[k64], step);
+                                     marks[k64], step);
                     wgmma_commit();
                     wgmma_wait<1>();
-                    if (unit == 0 && i > 0 && lane == 0) barrier_arrive(read);
+                    if (unit > 0 && never) store_smem_4(turn, marks[1 - k64]);
+                    if (unit + 1 < 2 * kBands) prepare(unit + 1);
                 }
-                read = slot.empty();
                 slot.next(places, stages, Stage::kBytes);
+                if (i + 1 < walk.count) {
+                    barrier_wait(slot.full, slot.parity);
+                    prepare(0);
+                }
+                wgmma_wait<0>();
+                if (never) store_smem_4(turn, marks[1]);
+                if (lane == 0) barrier_arrive(read);
             }
-            wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(read);
         }
         if (splits > 1) {
             const ClusterPlace<kBands * kTokens / 2, float> here(places.ring(), thread);
