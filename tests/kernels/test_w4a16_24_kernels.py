@@ -256,7 +256,7 @@ MISTAKES = [
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
     ("batch", r"marks\[k64\], step\)", "marks[k64], 0)"),  # another lane's metadata
     ("batch", r"marks\[k64\], step\)", "marks[0], step)"),
-    ("batch", r"step \* 64\) / 16", "step * 32) / 16"),
+    ("batch", r"step \* 64\)", "step * 32)"),
     ("batch", r"k / kGroup \* 128", "0"),  # another group's scales
     ("batch", r"zero\(8, true\)", "zero(8, false)"),
     ("cluster", r"cluster_wait\(\);\n            const int rank", "const int rank"),

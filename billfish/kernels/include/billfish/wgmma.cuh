@@ -40,7 +40,7 @@ BILLFISH_DEVICE u64 x_descriptor(u32 address) {
     return kSwizzle128 | kEightTokens | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The same `bytes` further on: its upper half stays as it is, a constant that costs no instructions.
+// The same `bytes` further on: its upper half stays as it is, a constant without instructions.
 BILLFISH_DEVICE u64 x_further(u64 descriptor, u32 bytes) {
     return descriptor >> 32 << 32 | (static_cast<u32>(descriptor) + bytes / 16);
 }
