@@ -79,8 +79,7 @@ def test_commands_know_it(made):
         command("plan", made / "source", "--scheme", "w8f")
     with pytest.raises(UserError, match="w8f has no group_size"):
         command("plan", made / "source", "--scheme", "w8f", "--group-size", 32)
-    known = "w4a16, w2416, w4ax, w4a16_24, w8f"
-    with pytest.raises(UserError, match=rf"scheme 'w9'.*known are {known}"):
+    with pytest.raises(UserError, match=r"'w9'.*known are w4a16, w2416, w4ax, w4a16_24, w8f"):
         command("plan", made / "source", "--scheme", "w9")
 
 
