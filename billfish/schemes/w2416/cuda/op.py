@@ -11,52 +11,24 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from billfish.errors import UserError
-from billfish.kernels import jit
-from billfish.kernels.device import HOPPER, index_of
+from billfish.kernels.device import index_of
 from billfish.kernels.jit import Program
-from billfish.schemes.base import Op, Tensors, watched
+from billfish.schemes.base import Tensors, watched
 from billfish.schemes.gated import Gated, order
+from billfish.schemes.gpu import AMPERE, GpuOp, at_least
 from billfish.schemes.w2416.cuda import arrange
 from billfish.schemes.w2416.cuda.instances import programs, stripe_programs
 from billfish.schemes.w2416.cuda.plan import RUN, linear, operator, plan
 from billfish.schemes.w2416.scheme import W2416
 from billfish.schemes.w2416.shares import BAND
 
-AMPERE = (8, 0)  # compute capability
 
-
-class CudaOp(Op):
+class CudaOp(GpuOp):
     """For Hopper: bulk copies, clusters, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
     run: ClassVar[int] = RUN
     striped: ClassVar[bool] = False
-
-    @classmethod
-    def refuses(cls, scheme: W2416, n: int, k: int, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
-        if not torch.cuda.is_available():
-            return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
-        if reason is not None:
-            return reason
-        try:
-            jit.version()
-        except UserError:
-            return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return None
-
-    @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found == HOPPER:
-            return None
-        here = ".".join(map(str, found))
-        return (
-            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
-            'op="stripe" runs w2416; op="reference" does anywhere, slowly.'
-        )
 
     @classmethod
     def programs(cls, scheme: W2416, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
@@ -138,11 +110,8 @@ class StripeOp(CudaOp):
     striped: ClassVar[bool] = True
 
     @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found >= AMPERE:
-            return None
-        here = ".".join(map(str, found))
-        return f"it needs compute capability 8.0; this GPU has {here}."
+    def refuses_gpu(cls, scheme: W2416, found: tuple[int, int]) -> str | None:
+        return at_least(AMPERE, found)
 
     @classmethod
     def programs(cls, scheme: W2416, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:

@@ -11,12 +11,11 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from billfish.errors import UserError
-from billfish.kernels import jit
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
-from billfish.schemes.base import Op, Tensors, together, watched
+from billfish.schemes.base import Tensors, together, watched
 from billfish.schemes.gated import Gated
+from billfish.schemes.gpu import GpuOp, at_least
 from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cuda import arrange
 from billfish.schemes.w4a16.cuda.gated import RUN, interleaved
@@ -25,7 +24,7 @@ from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
 
 
-class CudaOp(Op):
+class CudaOp(GpuOp):
     """For Hopper and later: bulk copies, clusters, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
@@ -34,22 +33,14 @@ class CudaOp(Op):
     run: ClassVar[int] = RUN
 
     @classmethod
-    def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
+    def refuses_gpu(cls, scheme: W4A16, found: tuple[int, int]) -> str | None:
+        return at_least(cls.least, found)
+
+    @classmethod
+    def refuses_layer(cls, scheme: W4A16, n: int, k: int) -> str | None:
         size = scheme.group_of(k)
         if size != k and size % 32:
             return f"groups of {size}; its kernels take multiples of 32, and -1."
-        if not torch.cuda.is_available():
-            return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        found = torch.cuda.get_device_capability(index_of(device))
-        if found < cls.least:
-            asked = ".".join(map(str, cls.least))
-            return f"it needs compute capability {asked}; this GPU has {found[0]}.{found[1]}."
-        try:
-            jit.version()
-        except UserError:
-            return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
         return None
 
     @classmethod

@@ -11,49 +11,23 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from billfish.errors import UserError
-from billfish.kernels import jit
-from billfish.kernels.device import HOPPER, index_of
+from billfish.kernels.device import index_of
 from billfish.kernels.jit import Program
-from billfish.schemes.base import Op, Tensors, together, watched
+from billfish.schemes.base import Tensors, together, watched
 from billfish.schemes.gated import Gated, order
+from billfish.schemes.gpu import GpuOp
 from billfish.schemes.w4a16_24.cuda import arrange
 from billfish.schemes.w4a16_24.cuda.instances import programs
 from billfish.schemes.w4a16_24.cuda.plan import RUN, multiply, operator, plan
 from billfish.schemes.w4a16_24.scheme import W4A16Sparse
 
 
-class CudaOp(Op):
+class CudaOp(GpuOp):
     """For Hopper: bulk copies, TMA, sparse tensor cores, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
     run: ClassVar[int] = RUN
     doubled: ClassVar[bool] = True
-
-    @classmethod
-    def refuses(cls, scheme: W4A16Sparse, n: int, k: int, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
-        if not torch.cuda.is_available():
-            return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        reason = cls.refuses_gpu(torch.cuda.get_device_capability(index_of(device)))
-        if reason is not None:
-            return reason
-        try:
-            jit.version()
-        except UserError:
-            return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return None
-
-    @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found == HOPPER:
-            return None
-        here = ".".join(map(str, found))
-        return (
-            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
-            'op="stripe" runs w4a16_24; op="reference" does anywhere, slowly.'
-        )
 
     @classmethod
     def programs(cls, scheme: W4A16Sparse, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:

@@ -11,13 +11,12 @@ from billfish.kernels.device import index_of
 from billfish.kernels.jit import Program
 from billfish.schemes.base import watched
 from billfish.schemes.gated import Gated
+from billfish.schemes.gpu import AMPERE, at_least
 from billfish.schemes.w4a16_24.cuda.arrange import SCALE_DTYPES
 from billfish.schemes.w4a16_24.cuda.op import CudaOp
 from billfish.schemes.w4a16_24.cuda.stripe import stripe_programs
 from billfish.schemes.w4a16_24.cuda.stripe_plan import multiply, operator, stripe_plan
 from billfish.schemes.w4a16_24.scheme import W4A16Sparse
-
-AMPERE = (8, 0)  # compute capability
 
 
 class StripeOp(CudaOp):
@@ -26,10 +25,8 @@ class StripeOp(CudaOp):
     name: ClassVar[str] = "stripe"
 
     @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found >= AMPERE:
-            return None
-        return f"it needs compute capability 8.0; this GPU has {found[0]}.{found[1]}."
+    def refuses_gpu(cls, scheme: W4A16Sparse, found: tuple[int, int]) -> str | None:
+        return at_least(AMPERE, found)
 
     @classmethod
     def programs(cls, scheme: W4A16Sparse, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:

@@ -12,12 +12,11 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from billfish.errors import UserError
-from billfish.kernels import jit
-from billfish.kernels.device import HOPPER, index_of
+from billfish.kernels.device import index_of
 from billfish.kernels.jit import Program
-from billfish.schemes.base import Op, Tensors, watched
+from billfish.schemes.base import Tensors, watched
 from billfish.schemes.gated import Gated, order
+from billfish.schemes.gpu import GpuOp
 from billfish.schemes.w4ax.cuda import arrange
 from billfish.schemes.w4ax.cuda.inputs import MOST_ORDERED, TAKES, Rounded
 from billfish.schemes.w4ax.cuda.instances import programs
@@ -41,7 +40,7 @@ class Grouped(Protocol):
     def rotation(self) -> bool: ...
 
 
-class CudaOp(Op):
+class CudaOp(GpuOp):
     """For Hopper: bulk copies, TMA, wgmma on bytes, programmatic dependent launch (PDL)."""
 
     name: ClassVar[str] = "cuda"
@@ -50,33 +49,7 @@ class CudaOp(Op):
     doubled: ClassVar[bool] = True
 
     @classmethod
-    def refuses(cls, scheme: Grouped, n: int, k: int, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"its weights are on {device}; move the model to a GPU with model.to('cuda')."
-        if not torch.cuda.is_available():
-            return "PyTorch finds no CUDA GPU; `billfish doctor` says why."
-        found = torch.cuda.get_device_capability(index_of(device))
-        reason = cls.refuses_gpu(found) or cls.refuses_inputs(scheme, k)
-        if reason is not None:
-            return reason
-        try:
-            jit.version()
-        except UserError:
-            return "NVRTC, which compiles its kernels, is not here; pip install 'billfish[cuda]'."
-        return None
-
-    @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found == HOPPER:
-            return None
-        here = ".".join(map(str, found))
-        return (
-            f"its kernels are for Hopper, compute capability 9.0; this GPU has {here}. From 8.0 on "
-            'op="stripe" runs w4ax; op="reference" does anywhere, slowly.'
-        )
-
-    @classmethod
-    def refuses_inputs(cls, scheme: Grouped, k: int) -> str | None:
+    def refuses_layer(cls, scheme: Grouped, n: int, k: int) -> str | None:
         if scheme.mixed and k > MOST_ORDERED:
             return f"its kernels order up to {MOST_ORDERED} inputs, the layer has {k}."
         return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from billfish.kernels.device import index_of
 from billfish.kernels.jit import Program
 from billfish.schemes.base import Tensors, watched
+from billfish.schemes.gpu import AMPERE, at_least
 from billfish.schemes.w4ax.cuda import arrange
 from billfish.schemes.w4ax.cuda.blocks import Blocks
 from billfish.schemes.w4ax.cuda.inputs import Rounded
@@ -19,7 +20,6 @@ from billfish.schemes.w4ax.cuda.op import CudaOp, Grouped
 from billfish.schemes.w4ax.cuda.stripe import Mix, stripe_programs
 from billfish.schemes.w4ax.cuda.stripe_plan import multiply, operator, rounded, stripe_plan
 
-AMPERE = (8, 0)  # compute capability
 TAKES = "w4ax stripe"  # what a8 layers multiply
 
 
@@ -30,13 +30,11 @@ class StripeOp(CudaOp):
     name: ClassVar[str] = "stripe"
 
     @classmethod
-    def refuses_gpu(cls, found: tuple[int, int]) -> str | None:
-        if found >= AMPERE:
-            return None
-        return f"it needs compute capability 8.0; this GPU has {found[0]}.{found[1]}."
+    def refuses_gpu(cls, scheme: Grouped, found: tuple[int, int]) -> str | None:
+        return at_least(AMPERE, found)
 
     @classmethod
-    def refuses_inputs(cls, scheme: Grouped, k: int) -> str | None:
+    def refuses_layer(cls, scheme: Grouped, n: int, k: int) -> str | None:
         return None
 
     @classmethod
