@@ -39,9 +39,8 @@ H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 0)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_kernels_keep_to_their_registers(dtype):
     # the other type has the same text, and about as many registers
-    sizes = (32, 128) if dtype == FP16 else (32, 64)
-    wanted = [program for size in sizes for program in programs(size, dtype, "sm_90a")]
-    assert len(wanted) == 24 == len(set(wanted))
+    wanted = [*programs(128 if dtype == FP16 else 32, dtype, "sm_90a")]
+    assert len(wanted) == 12 == len(set(wanted))
     other = next(each for each in TYPES if each != dtype)
     wanted += [decode_kernel(dtype, other, 32, 16, bands).program for bands in (1, 2, 4)]
     with ThreadPoolExecutor(2) as pool:
@@ -250,20 +249,16 @@ def test_gated_products(dtype, cut, compiled):
     torch.testing.assert_close(y, wanted, rtol=4 * ONE_ROUNDING[dtype], atol=1e-30)
 
 
+# Rings, walks and reductions are those of w4ax, whose tests break them.
 MISTAKES = [
     ("batch", r"barrier_wait\(slot\.full, slot\.parity\);", ";"),
-    ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
-    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
     ("batch", r"marks\[k64\], step\)", "marks[k64], 0)"),  # another lane's metadata
     ("batch", r"marks\[k64\], step\)", "marks[0], step)"),
     ("batch", r"step \* 64\)", "step * 32)"),
     ("batch", r"k / kGroup \* 128", "0"),  # another group's scales
     ("batch", r"zero\(8, true\)", "zero(8, false)"),
     ("cluster", r"cluster_wait\(\);\n            const int rank", "const int rank"),
-    ("cluster: tiles", r"k_tiles \* rank / splits", "k_tiles * rank / splits / 2"),
     ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
-    ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
-    ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
     ("decode", r"\(first \+ box\)", "first"),
     ("decode: sparse", r"places\[step / 2\]", "places[0]"),
     ("decode: sparse", r"half \* 64 \+ lane / 4 \* 8", "lane / 4 * 8"),

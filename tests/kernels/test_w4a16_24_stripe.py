@@ -38,9 +38,9 @@ ONE_ROUNDING = {FP16: 2**-11, BF16: 2**-8}
 
 # sm_86 and sm_89 run the text of sm_80: one group size each, with the instances that need most.
 @pytest.mark.parametrize(
-    ("arch", "group"), [("sm_80", -1), ("sm_80", 32), ("sm_86", 64), ("sm_89", 128)]
+    ("arch", "group", "dtype"),
+    [("sm_80", -1, FP16), ("sm_80", 32, BF16), ("sm_86", 64, FP16), ("sm_89", 128, BF16)],
 )
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_nothing_spills(arch, group, dtype):
     wanted = stripe_programs(group, dtype, arch)
     assert len(set(wanted)) == 5
@@ -236,8 +236,6 @@ def test_panels_are_the_weights_rounded_once(case, compiled):
 
 MISTAKES = [
     ("striped", r"wait_copies<Stage::kStages - 2>\(\);", "wait_copies<Stage::kStages - 1>();", 3),
-    ("stripes", r"while \(load_acquire\(locks \+ first\) != turn\) {}", ";", 3),
-    ("stripes", r" \|\| i \+ chunk < kChunks", "", 3),
     ("stripe", r"thread / 32 % 2", "0", 3),
     ("stripe", r"half \* 64", "0", 30),
     ("stripe", r"places\[step / 2\], step % 2", "places[step / 2], 0", 30),
