@@ -78,9 +78,10 @@ def test_a_head_has_its_time(sent, door, monkeypatch):
         raw.sendall(sent)
         if sent.startswith(HEALTH):
             assert raw.recv(1000).startswith(b"HTTP/1.1 200")
-        for _ in range(5):  # a byte now and then does not help
-            time.sleep(0.05)
-            raw.sendall(b"a" if sent else b"")
+        with suppress(BrokenPipeError, ConnectionResetError):  # on a busy machine it is late
+            for _ in range(5):  # a byte now and then does not help
+                time.sleep(0.05)
+                raw.sendall(b"a" if sent else b"")
         assert answer(raw) == b"" and 0.2 < time.monotonic() - start < 3
 
 
