@@ -60,14 +60,11 @@ struct Whole<Bfloat> {
 struct SparseLane {
     u32 words[4], places[2];
     template <class R>
-    static BILLFISH_DEVICE SparseLane load(u32 record, u32 words_at) {
-        const uint4 v = load_smem_16(record + words_at);
-        const uint2 p = load_smem_8(record + R::kMetadata + words_at / 2);
-        return {{v.x, v.y, v.z, v.w}, {p.x, p.y}};
-    }
-    template <class R>
     static BILLFISH_DEVICE SparseLane load(u32 record, int n16, int lane) {
-        return load<R>(record, n16 * kBrickBytes + lane * 16);
+        const u32 at = n16 * kBrickBytes + lane * 16;
+        const uint4 v = load_smem_16(record + at);
+        const uint2 p = load_smem_8(record + R::kMetadata + at / 2);
+        return {{v.x, v.y, v.z, v.w}, {p.x, p.y}};
     }
     // The same for two steps: bank conflicts, but fewer registers.
     template <class R>
