@@ -64,6 +64,15 @@ GroupSize = Annotated[
         "and 32 that divides every k.",
     ),
 ]
+HeadBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="8|4",
+        help="Pack the head (lm_head), too, in so many bits, symmetric, in the largest groups that "
+        "fit; without it the head stays in 16 bits. A head that is tied to the embedding is stored "
+        "beside it.",
+    ),
+]
 AllowSkipped = Annotated[
     bool,
     typer.Option(
@@ -103,6 +112,7 @@ def plan(
     bits: Bits = None,
     bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
+    head_bits: HeadBits = None,
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
     parameters: Set = None,
@@ -135,6 +145,7 @@ def plan(
         seed=seed,
         device=device,
         allow_skipped=allow_skipped,
+        head_bits=head_bits,
     )
     show.present(make_plan(request), json_, show.plan)
 
@@ -149,6 +160,7 @@ def quantize(
     bits: Bits = None,
     bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
+    head_bits: HeadBits = None,
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
     parameters: Set = None,
@@ -192,6 +204,7 @@ def quantize(
         seed=seed,
         device=device,
         allow_skipped=allow_skipped,
+        head_bits=head_bits,
         kv=kv,
     )
     with progress(quiet=json_) as tell:

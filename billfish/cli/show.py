@@ -93,6 +93,7 @@ def quantized(result: Result) -> None:
             ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
             ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
             ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
+            *[("head", _head(told)) for told in [result.get("head")] if told],
             *[("training", told) for told in [_training(result)] if told],
             ("time", duration(result["seconds"])),
         ]
@@ -103,6 +104,18 @@ def quantized(result: Result) -> None:
     for layer in noted:
         out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
     out.print(f"next: billfish generate {escape(result['output'])} --prompt 'Hello' --chat")
+
+
+def _head(told: Result) -> str:
+    """What a packed head costs and saves."""
+    added = told["bytes_added"]
+    where = (
+        f"{size(added)} more, stored beside the 16-bit embedding that it was tied to"
+        if told["tied"]
+        else f"{size(-added)} less"
+    )
+    saved = f"a decode step reads {size(told['bytes_saved_per_step'])} less"
+    return f"{_scheme(told['scheme'])}, {told['bits_per_weight']:.3f} true bits: {where}; {saved}"
 
 
 def _training(result: Result) -> str:
@@ -230,6 +243,7 @@ def plan(result: Result) -> None:
                 f"{totals['bits_per_weight']:.3f} per quantized weight, "
                 f"{totals['model_bits_per_weight']:.3f} over the whole model",
             ),
+            *[("head", _head(told)) for told in [result["head"]] if told],
             ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
             ("tensor parallel", ", ".join(map(str, tp["possible"]))),
             ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),

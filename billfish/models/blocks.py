@@ -169,14 +169,14 @@ class StreamedModel:
 
         handle = self.blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
         for ids in batches:
-            self._forward(ids)
+            self.forward(ids)
         handle.remove()
         alone = batches[0][:1]
         arguments = self._arguments({tuple(ids.shape): ids for ids in (*batches, alone)})
         self.drop("", skip=blocks)
         return [state.to(self.dtype) for state in hidden], arguments
 
-    def _forward(self, ids: Tensor) -> None:
+    def forward(self, ids: Tensor) -> None:
         """A forward pass that a hook ends by StopForward."""
         extra = {} if self.is_encoder else {"use_cache": False}
         with suppress(StopForward):
@@ -213,7 +213,7 @@ class StreamedModel:
             raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
-        self._forward(ids)
+        self.forward(ids)
         handle.remove()
         self.drop(self.block_prefix(0))
         return found[0]
@@ -232,7 +232,7 @@ class StreamedModel:
         try:
             for index, block in enumerate(self.blocks):
                 block.forward = self._recorder(arguments, index, tuple(ids.shape), as_tuple)
-            self._forward(ids)
+            self.forward(ids)
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
                 del block.forward

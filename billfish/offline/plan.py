@@ -16,6 +16,7 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
 from billfish.offline.costs import Linear, estimate
+from billfish.offline.head import head_facts
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.task import Task
 from billfish.schemes.base import Scheme, bits_per_weight
@@ -45,6 +46,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "method": request.method,
         "training": task.training,
         "scheme": fields(task.scheme),
+        "head": None if task.head is None else head_facts(task, task.head),
         "stored_dtype": name_of(task.stored_dtype),
         "dtype": name_of(task.dtype),
         "device": str(task.device),
@@ -100,7 +102,7 @@ def tp_axis(module: str, styles: dict[str, str]) -> str | None:
 
 
 def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
-    n, k, scheme = linear.n, linear.k, task.scheme
+    n, k, scheme = linear.n, linear.k, task.scheme_of(linear.module)
     stored = task.model.stored.get(f"{linear.module}.weight")  # None: tied to another tensor
     before = 0 if stored is None else task.source.entries[stored].nbytes
     parts = {"weight": n * k * task.stored_dtype.itemsize if stored else 0}
@@ -126,22 +128,22 @@ def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
 
 
 def result_bytes(task: Task) -> dict[str, int]:
-    """Tensor of the source -> its bytes in the result."""
+    """Weight, by its name in the source, or in the model if that has none -> its bytes in the
+    result. A packed head that was tied has none, and is stored beside the embedding."""
     packed = {
-        task.model.stored[f"{module}.weight"]: sum(
-            spec.nbytes for spec in task.scheme.tensors(n, k, task.stored_dtype).values()
+        task.model.stored.get(f"{module}.weight", f"{module}.weight"): sum(
+            spec.nbytes for spec in task.scheme_of(module).tensors(n, k, task.stored_dtype).values()
         )
         for module, n, k, skip in task.select_linears()
         if skip is None
     }
-    return {
-        name: packed[name]
-        if name in packed
-        else prod(entry.shape) * task.stored_dtype.itemsize
+    dense = {
+        name: prod(entry.shape) * task.stored_dtype.itemsize
         if entry.dtype.is_floating_point
         else entry.nbytes
         for name, entry in task.source.entries.items()
     }
+    return {**dense, **packed}
 
 
 # -- tensor parallelism

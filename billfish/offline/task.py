@@ -4,6 +4,7 @@ dtypes, the calibration text. Writes nothing: `plan` reports a task, the driver 
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.compute import compute_dtype, device_of, name_of
 from billfish.models.load import rows_of
+from billfish.models.tail import Head, find_head
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.selection import fit_scheme
 from billfish.offline.text import Calibration, calibration
-from billfish.schemes.registry import fields
+from billfish.schemes.base import Scheme
+from billfish.schemes.registry import fields, head_scheme
+
+
+@dataclass(frozen=True)
+class PackedHead(Head):
+    scheme: Scheme
 
 
 class Task:
@@ -39,6 +47,7 @@ class Task:
         self.reads = request.how.needs_data or request.kv is not None
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
+        self.head = None if request.head_bits is None else self._head(request.head_bits)
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
         self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
         if request.method not in self.scheme.methods:
@@ -55,7 +64,7 @@ class Task:
         self.skipped = {
             name: reason for name, _, _, reason in self.select_linears() if reason is not None
         }
-        if len(self.skipped) == len(self.select_linears()):
+        if all(name in self.skipped for name, _, _, inside in self._linears() if inside):
             raise UserError(
                 f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
             )
@@ -78,10 +87,34 @@ class Task:
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
         outside = "outside the blocks: kept in 16 bit"
+        head = None if self.head is None else self.head.module
         return [
-            (name, n, k, self.scheme.refuses(n, k) if inside else outside)
+            (name, n, k, self.scheme_of(name).refuses(n, k) if inside or name == head else outside)
             for name, n, k, inside in self._linears()
         ]
+
+    def scheme_of(self, module: str) -> Scheme:
+        """Of a linear that is quantized."""
+        head = self.head
+        return self.scheme if head is None or module != head.module else head.scheme
+
+    @property
+    def left_out(self) -> set[str]:
+        """Tensors of the source that the result holds packed or not at all: those of the head. A
+        tied one may have a copy in the source."""
+        head = self.head
+        if head is None:
+            return set()
+        return {f"{head.module}.weight", *([] if head.tied else [head.weight])}
+
+    def _head(self, bits: int) -> PackedHead:
+        found = find_head(self.model)
+        if found is None:
+            raise UserError(
+                f"{self.source.path}: {type(self.model.model).__name__} has no head (lm_head) that "
+                f"is a linear with a weight, which --head-bits {bits} would pack. Leave it out."
+            )
+        return PackedHead(**vars(found), scheme=head_scheme(bits, found.n, found.k))
 
     def _linears(self) -> list[tuple[str, int, int, bool]]:
         """(module, n, k, whether it is in a block) of every linear."""
@@ -135,6 +168,7 @@ class Task:
             "device": str(self.device),
             "stored_dtype": name_of(self.stored_dtype),
             "training": self.training,
+            "head_bits": request.head_bits,
             "dtype": name_of(self.dtype) if self.reads else None,
             "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),

@@ -272,7 +272,8 @@ class Family:
     scheme: type[Any]  # a Scheme
     ops: tuple[type[Any], ...]  # LinearOps, fastest first; the reference last
     # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved; for awq
-    # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable. A scheme that
+    # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable, for heads
+    # quantize_rows(...), which takes the weight in portions (the default scheme's). A scheme that
     # rounds activations may have channel_factors(scheme, squares, share) -> Tensor | None and
     # channel_order(scheme, squares) -> Tensor | None, which are folded before its weights are
     # solved. A name, because the module imports solvers, which inference never does.

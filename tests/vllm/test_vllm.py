@@ -43,12 +43,14 @@ class Case:
     scheme: W4A16
     intermediate: int = 512
     bias: bool = False
+    head_bits: int | None = None
 
 
 CASES = {
     "symmetric g64": Case(W4A16(4, 64)),
     "symmetric g128, down_proj in 16 bit": Case(W4A16(4, 128), intermediate=448),
     "asymmetric g64, biases": Case(W4A16(4, 64, symmetric=False), bias=True),
+    "symmetric g64, head in 8 bits": Case(W4A16(4, 64), head_bits=8),
     "asymmetric channel": Case(W4A16(4, -1, symmetric=False)),
 }
 
@@ -104,7 +106,13 @@ def quantized(case: Case, folder: Path) -> Path:
     model's own hidden states, so the model is quantized twice, before and after."""
     model, sequences = small_llama(case), recited()
     model.save_pretrained(folder / "dense")
-    request = QuantizeRequest(folder / "dense", folder / "quantized", case.scheme, method="rtn")
+    request = QuantizeRequest(
+        folder / "dense",
+        folder / "quantized",
+        case.scheme,
+        method="rtn",
+        head_bits=case.head_bits,
+    )
     quantize(request)
     trunk = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.float32).model
     with torch.inference_mode():

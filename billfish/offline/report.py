@@ -1,0 +1,64 @@
+"""quantization_report.json: how a checkpoint was made (docs/FORMAT.md, section 5)."""
+
+from pathlib import Path
+from typing import Any
+
+from billfish.models.compute import name_of
+from billfish.offline.head import head_facts
+from billfish.offline.provenance import versions
+from billfish.offline.task import Task
+from billfish.offline.text import Calibration
+from billfish.schemes.base import Scheme, Solved, bits_per_weight
+from billfish.schemes.registry import fields
+
+REPORT = "quantization_report.json"
+
+
+def layer_entry(
+    task: Task, scheme: Scheme, name: str, n: int, k: int, solved: Solved
+) -> dict[str, Any]:
+    """Of one packed linear."""
+    return {
+        "name": name,
+        "n": n,
+        "k": k,
+        "bits_per_weight": round(bits_per_weight(scheme, n, k, task.stored_dtype), 4),
+        "error": solved.error,
+        "note": solved.note,
+    }
+
+
+def make_report(
+    task: Task,
+    data: Calibration | None,
+    layers: list[dict[str, Any]],
+    training: dict[str, Any] | None,
+    bytes_after: int,
+) -> dict[str, Any]:
+    request = task.request
+    report = {
+        "scheme": fields(task.scheme),
+        "method": request.method,
+        "seed": request.seed,
+        "dtype": name_of(task.stored_dtype),
+        "calibration": None
+        if data is None
+        else {
+            "source": Path(data.source).name,
+            "sha256": data.sha256,
+            "nsamples": len(data.sequences),
+            "seqlen": request.seqlen,
+            "tokens": data.tokens,
+        },
+        "layers": layers,
+        "training": training,
+        "skipped": task.skipped,
+        "warnings": [task.warning] if task.warning else [],
+        "bytes_before": task.source.nbytes,
+        "bytes_after": bytes_after,
+        "versions": versions(),
+        "fingerprint": task.fingerprint(),
+    }
+    if task.head is not None:
+        report["head"] = head_facts(task, task.head)
+    return report
