@@ -20,6 +20,7 @@ from billfish.checkpoints.kv_file import KV_FILE, read_kv
 from billfish.checkpoints.match import Problem, architecture, check_generation, problems
 from billfish.checkpoints.packed import PackedLinear, by_module, check_bias, measure, recognize
 from billfish.checkpoints.read import INDEX, SINGLE, Checkpoint, check_counts
+from billfish.checkpoints.tensors import COPIED, TENSORS, differences, read_tensors
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.checkpoints.unfinished import JOB
 from billfish.errors import UserError
@@ -27,6 +28,7 @@ from billfish.formats.spec import first_nonfinite
 from billfish.schemes.dialect import Dialect
 
 COUNTED = ("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters")
+COUNTED += ("source_tensors",)  # that the tensor manifest traces
 WRITERS = ("ForCausalLM", "LMHeadModel")
 T = TypeVar("T")
 
@@ -37,6 +39,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such directory. Give a local Hugging Face checkpoint.")
     survey = Survey(path)
     survey.check_manifest()
+    survey.check_placed()
     survey.check_tensors()
     survey.check_kv()
     survey.check_tokenizer()
@@ -49,6 +52,7 @@ class Survey(Checkpoint):
         self.problems: list[dict[str, str | None]] = []
         self.checked: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.lost: set[str] = set()  # missing tensors that are reported already
+        self.strangers: set[str] = set()  # tensors that are no part of the model
         if (path / JOB).is_dir():
             way_out = "Run the same `billfish quantize` again: it goes on where it stopped."
             self.complain(JOB, None, f"the job that writes this directory is unfinished. {way_out}")
@@ -113,6 +117,18 @@ class Survey(Checkpoint):
         self.checked["hashes"] = len(hashes)
         for file, problem in files.check_manifest(self.path):
             self.complain(file, None, problem)
+
+    def check_placed(self) -> None:
+        """Compare with the tensor manifest: whether all that the source had is there."""
+        placed = self.attempt(TENSORS, lambda: read_tensors(self.path))
+        if placed is None or not self.whole:
+            return
+        self.checked["source_tensors"] = len(placed)
+        self.strangers = {name for name, each in placed.items() if each.how == COPIED}
+        for name, problem in differences(placed, self.entries):
+            if name not in self.lost:
+                self.lost.update({name} - self.entries.keys())
+                self.about(name, problem)
 
     # -- tensors
 
@@ -217,7 +233,7 @@ class Survey(Checkpoint):
         told = {problem["tensor"] for problem in self.problems}
         told |= {name for name, shape in shapes.items() if shape == () and name not in self}
         packed = {name.removesuffix("weight") + "bias" for name in shapes if name not in self}
-        found = self.attempt(CONFIG, lambda: self.compare(shapes, packed))
+        found = self.attempt(CONFIG, lambda: self.compare(shapes, packed | self.strangers))
         for name, sentence in found or ():
             if name not in told:
                 self.about(name, sentence)

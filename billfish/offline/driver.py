@@ -26,6 +26,7 @@ from billfish.checkpoints import write as files
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.dialects import dialect_of
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED, differences, write_tensors
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
@@ -36,17 +37,17 @@ from billfish.offline.block import BlockJob
 from billfish.offline.distill import distill
 from billfish.offline.kv import write_kv_file
 from billfish.offline.progress import OnProgress, Reporter
-from billfish.offline.provenance import versions
+from billfish.offline.report import REPORT, make_report
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.sentinel import check
 from billfish.offline.streaming import BackgroundWriter, return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import Calibration
 from billfish.schemes.base import Solved, bits_per_weight
-from billfish.schemes.registry import fields
 from billfish.solvers.refining import Gain
 
-REPORT = "quantization_report.json"
 TRAINED = "end-to-end.safetensors"  # tensors that distillation changed
+CHECKED = "check.json"  # what the sentinel found
 # Tokens of a batch in the calibration passes. On a CPU this many give matrix products their full
 # speed while elementwise operations still fit in cache; a GPU needs more to be busy.
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -85,6 +86,7 @@ class Job:
         self.request, self.model, self.device = task.request, task.model, task.device
         self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
         self.shards = len(task.model.blocks) + 1
+        self.placed = task.placed()
 
     # -- resuming
 
@@ -151,6 +153,9 @@ class Job:
         activations.quantized.clear()  # distillation needs the original's
         if self._distills and data is not None:
             self._distill(data, activations.original, report)
+        activations.original.clear()
+        if self.request.check:
+            self._check(report)
         self._finish(data)
 
     def _first_block(self) -> int:
@@ -278,6 +283,13 @@ class Job:
                     shard, {name: trained.get(name, t) for name, t in tensors.items()}
                 )
 
+    def _check(self, report: Reporter) -> None:
+        """Compare the written shards with the original."""
+        return_freed_memory()
+        if not (self.state / CHECKED).exists():
+            shards = [self._shard(i) for i in range(self.shards)]
+            files.write_json(self.state / CHECKED, check(self.task, shards, report.checked))
+
     # -- writing
 
     def _shard(self, number: int) -> Path:
@@ -287,7 +299,7 @@ class Job:
         return self.state / f"block-{index:05d}.json"
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or self.placed[name].how == COPIED:
             return tensor
         cast = tensor.to(self.stored_dtype)
         problem = first_nonfinite(name, cast)
@@ -337,6 +349,16 @@ class Job:
         whole = read_json(last) if last.exists() else None
         return {**self.task.training, "blocks": blocks, "whole_model": whole}
 
+    def _write_tensors(self, shards: list[Path]) -> None:
+        """The tensor manifest, if the shards are what it says: nothing of the source is lost."""
+        lost = differences(self.placed, Checkpoint.of_files(list(map(str, shards))).entries)
+        if lost:
+            raise UserError(
+                f"{self.output}: {lost[0][0]} {lost[0][1]} The shards are not those of this job. "
+                "Start over with --fresh; if that does not help, it is a fault of Billfish."
+            )
+        write_tensors(self.output, self.placed)
+
     def _finish(self, data: Calibration | None) -> None:
         request = self.request
         files.copy_companions(self.task.source.path, self.output)
@@ -346,33 +368,15 @@ class Job:
         config["quantization_config"] = dialect_of([self.scheme]).config_of_all(
             self.scheme, sorted(self.task.skipped)
         )
-        files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
+        shards = [self._shard(i) for i in range(self.shards)]
+        self._write_tensors(shards)
+        files.write_index(self.output, [shard.name for shard in shards])
         files.write_json(self.output / "config.json", config)
         blocks = range(len(self.model.blocks))
         layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
-        report = {
-            "scheme": fields(self.scheme),
-            "method": request.method,
-            "seed": request.seed,
-            "dtype": config["dtype"],
-            "calibration": None
-            if data is None
-            else {
-                "source": Path(data.source).name,
-                "sha256": data.sha256,
-                "nsamples": len(data.sequences),
-                "seqlen": request.seqlen,
-                "tokens": data.tokens,
-            },
-            "layers": layers,
-            "training": self._training(),
-            "skipped": self.task.skipped,
-            "warnings": [self.task.warning] if self.task.warning else [],
-            "bytes_before": self.task.source.nbytes,
-            "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
-            "versions": versions(),
-            "fingerprint": self.task.fingerprint(),
-        }
+        check = read_json(self.state / CHECKED) if request.check else None
+        size = sum(self._shard(i).stat().st_size for i in range(self.shards))
+        report = make_report(self.task, data, layers, self._training(), check, size)
         if request.kv is not None:  # the quantized model runs the calibration text as in the engine
             report["kv"] = write_kv_file(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype

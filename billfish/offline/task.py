@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from billfish.checkpoints.read import Checkpoint, stored_dtype
+from billfish.checkpoints.tensors import COPIED, KEPT, QUANTIZED, Placed, place
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
@@ -18,7 +19,7 @@ from billfish.models.load import rows_of
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
 from billfish.offline.request import QuantizeRequest
-from billfish.offline.selection import fit_scheme
+from billfish.offline.selection import fit_scheme, unread_files
 from billfish.offline.text import Calibration, calibration
 from billfish.schemes.registry import fields
 
@@ -40,7 +41,8 @@ class Task:
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
-        self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.scheme, warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.warnings = [told for told in (warning, unread_files(source)) if told]
         if request.method not in self.scheme.methods:
             raise UserError(
                 f"--method {request.method}: scheme {self.scheme.name} is made by "
@@ -74,6 +76,23 @@ class Task:
         if request.how.refine is None:
             return None
         return {"steps": request.training_steps, "end_to_end": request.distillation_steps}
+
+    def placed(self) -> dict[str, Placed]:
+        """What becomes of every tensor of the source."""
+        quantized = {
+            self.model.stored[f"{module}.weight"]: self.scheme.tensors(n, k, self.stored_dtype)
+            for module, n, k, reason in self.select_linears()
+            if reason is None
+        }
+        strangers, found = set(self.model.strangers()), {}
+        for name, entry in self.source.entries.items():
+            if name in quantized:
+                module = name.removesuffix(".weight")
+                names = [f"{module}.{part}" for part in quantized[name]]
+                found[name] = place(entry, QUANTIZED, names)
+            else:
+                found[name] = place(entry, COPIED if name in strangers else KEPT, [name])
+        return found
 
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
