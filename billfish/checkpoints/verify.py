@@ -27,8 +27,10 @@ from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 from billfish.schemes.dialect import Dialect
 
-COUNTED = ("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters")
-COUNTED += ("source_tensors",)  # that the tensor manifest traces
+COUNTED = (
+    *("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters"),
+    "source_tensors",  # that the tensor manifest traces
+)
 WRITERS = ("ForCausalLM", "LMHeadModel")
 T = TypeVar("T")
 

@@ -82,8 +82,8 @@ class Written:
         """Within this context the block's linears round their inputs as its scheme says."""
         rounds = getattr(quantizer(self.scheme), "input_rounding", None)
         with ExitStack() as stack:
-            for linear in self.model.linears(index) if rounds else ():
-                if linear.weight not in self.files:
+            for linear in self.model.linears(index):
+                if rounds is not None and linear.weight not in self.files:
                     tensors = self._packed(linear.weight, self.model.device)
                     rounding = rounds(self.scheme, tensors)
                     block = self.model.blocks[index]
