@@ -41,8 +41,8 @@ def verify(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such directory. Give a local Hugging Face checkpoint.")
     survey = Survey(path)
     survey.check_manifest()
-    survey.check_placed()
     survey.check_tensors()
+    survey.check_placed()
     survey.check_kv()
     survey.check_tokenizer()
     return {"ok": not survey.problems, "checked": dict(survey.checked), "problems": survey.problems}
@@ -54,7 +54,7 @@ class Survey(Checkpoint):
         self.problems: list[dict[str, str | None]] = []
         self.checked: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.lost: set[str] = set()  # missing tensors that are reported already
-        self.strangers: set[str] = set()  # tensors that are no part of the model
+        self.placed = self.attempt(TENSORS, lambda: read_tensors(path))
         if (path / JOB).is_dir():
             way_out = "Run the same `billfish quantize` again: it goes on where it stopped."
             self.complain(JOB, None, f"the job that writes this directory is unfinished. {way_out}")
@@ -122,14 +122,13 @@ class Survey(Checkpoint):
 
     def check_placed(self) -> None:
         """Compare with the tensor manifest: whether all that the source had is there."""
-        placed = self.attempt(TENSORS, lambda: read_tensors(self.path))
-        if placed is None or not self.whole:
+        if self.placed is None or not self.whole:
             return
-        self.checked["source_tensors"] = len(placed)
-        self.strangers = {name for name, each in placed.items() if each.how == COPIED}
-        for name, problem in differences(placed, self.entries):
-            if name not in self.lost:
-                self.lost.update({name} - self.entries.keys())
+        self.checked["source_tensors"] = len(self.placed)
+        told = {problem["tensor"] for problem in self.problems if problem["tensor"]} | self.lost
+        told |= {part for name in told if name in self.placed for part in self.placed[name].names}
+        for name, problem in differences(self.placed, self.entries):
+            if name not in told:
                 self.about(name, problem)
 
     # -- tensors
@@ -235,7 +234,8 @@ class Survey(Checkpoint):
         told = {problem["tensor"] for problem in self.problems}
         told |= {name for name, shape in shapes.items() if shape == () and name not in self}
         packed = {name.removesuffix("weight") + "bias" for name in shapes if name not in self}
-        found = self.attempt(CONFIG, lambda: self.compare(shapes, packed | self.strangers))
+        spare = packed | {name for name, p in (self.placed or {}).items() if p.how == COPIED}
+        found = self.attempt(CONFIG, lambda: self.compare(shapes, spare))
         for name, sentence in found or ():
             if name not in told:
                 self.about(name, sentence)

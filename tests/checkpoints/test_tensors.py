@@ -130,14 +130,16 @@ def rewrite(out, change):
 
 
 PACKED = "model.layers.2.mlp.up_proj.weight_scale"
+NORM = "model.layers.2.input_layernorm.weight"
 DAMAGES = {
-    "lost": (lambda t: t.pop(PACKED), PACKED, "says model.layers.2.mlp.up_proj.weight became it"),
-    "added": (lambda t: t.update({"x.y": torch.ones(1)}), "x.y", "does not say where it is from"),
+    "lost": (lambda t: t.pop(PACKED), PACKED, "missing"),
+    "added": (lambda t: t.update({"x.y": torch.ones(1)}), "x.y", "is in the files"),
+    "flat": (lambda t: t.update({NORM: t[NORM][:9]}), NORM, "has shape (9,)"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_compares_with_the_manifest(tmp_path, llama, text, damage):
+def test_each_damage_is_told_once(tmp_path, llama, text, damage):
     change, tensor, told = DAMAGES[damage]
     rtn(llama, tmp_path / "out", text)
     rewrite(tmp_path / "out", change)
