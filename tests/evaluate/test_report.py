@@ -238,7 +238,7 @@ def test_trained_layers_have_no_error(trained):
 def test_a_broken_model_is_called_so(result):
     check = {"kl": 0.2, "greedy_tokens": 128, "greedy_same": 96, "problem": None}
     result["quantization"]["check"] = check
-    assert "75 %of greedy tokens as the original" in Page(report_html(result)).text
+    assert "75 % of greedy tokens as the original" in Page(report_html(result)).text
     check["problem"] = "model.layers.3 begins to fail: <b>"
     text = Page(report_html(result)).text
     assert "broken" in text and "model.layers.3 begins to fail: <b>" in text
