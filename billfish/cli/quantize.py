@@ -182,6 +182,13 @@ def quantize(
         str | None,
         typer.Option(help="kv4: also calibrate the 4-bit KV cache with --data, and store it."),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Run the result against the original on a few texts and say if it is broken.",
+        ),
+    ] = True,
     json_: Json = False,
 ) -> None:
     """Quantize a checkpoint. If it is interrupted, the same command resumes it."""
@@ -206,6 +213,7 @@ def quantize(
         allow_skipped=allow_skipped,
         head_bits=head_bits,
         kv=kv,
+        check=check,
     )
     with progress(quiet=json_) as tell:
         result = run(request, resume, tell)

@@ -5,8 +5,8 @@ frees them. Inputs of blocks are caught by module hooks instead of tracing, so a
 decoder (or encoder) is a list of blocks. Quantization is not known here.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,13 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from billfish.checkpoints.match import BUILDING, architecture, model_config, problems, refuse
+from billfish.checkpoints.match import (
+    BUILDING,
+    architecture,
+    model_config,
+    parts_of_their_own,
+    problems,
+    refuse,
+)
 from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 
 Shape = tuple[int, ...]  # (batch, length)
+Read = Callable[[str, torch.device], Tensor]  # name of a tensor in the checkpoint -> its value
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -72,15 +80,9 @@ class StreamedModel:
         """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
         has no prefix; old checkpoints call LayerNorm's parameters gamma and beta, GPT-NeoX's call
         the head embed_out."""
-        base = getattr(self.model, "base_model_prefix", "") + "."
         stored = {}
         for name, _ in self.model.named_parameters():
-            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-            old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
-            candidates = (name, base + name, name.removeprefix(base), old, base + old)
-            found = next(
-                (candidate for candidate in candidates if candidate in self.checkpoint), None
-            )
+            found = self._stored_name(name)
             if found is not None:
                 stored[name] = found
             elif name.startswith(self.prefix + "."):
@@ -89,6 +91,19 @@ class StreamedModel:
                     f"{type(self.model).__name__} needs. The checkpoint is incomplete."
                 )
         return stored
+
+    def _stored_name(self, name: str) -> str | None:
+        base = getattr(self.model, "base_model_prefix", "") + "."
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
+        candidates = (name, base + name, name.removeprefix(base), old, base + old)
+        return next((candidate for candidate in candidates if candidate in self.checkpoint), None)
+
+    def strangers(self) -> list[str]:
+        """Tensors of the checkpoint that are no part of the model, neither a parameter (tied ones
+        have several names) nor a buffer."""
+        own = {self._stored_name(name) for name in self.model.state_dict()}
+        return [name for name in self.checkpoint if name not in own]
 
     @property
     def unfilled(self) -> list[str]:
@@ -132,12 +147,12 @@ class StreamedModel:
             )
         return tensor
 
-    def fill(self, prefix: str, skip: str = "\0") -> None:
+    def fill(self, prefix: str, skip: str = "\0", read: Read | None = None) -> None:
         """Load the parameters whose names start with `prefix`, except those that start with
-        `skip`."""
+        `skip`; from the checkpoint, unless `read` gives other values for them."""
         for name, stored in self.stored.items():
             if name.startswith(prefix) and not name.startswith(skip):
-                value = self.read(stored, self.device)
+                value = (read or self.read)(stored, self.device)
                 self._set(name, value.to(self.dtype) if value.is_floating_point() else value)
 
     def drop(self, prefix: str, skip: str = "\0") -> None:
@@ -152,14 +167,17 @@ class StreamedModel:
             self.model.get_submodule(path)._parameters[leaf] = parameter
 
     @torch.no_grad()
-    def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
+    def first_inputs(
+        self, batches: list[Tensor], read: Read | None = None
+    ) -> tuple[list[Tensor], "Arguments"]:
         """Inputs of block 0, (batch, length, hidden) each, and the other arguments of all blocks:
         for each (batch, length) of the batches, and for the first sequence alone.
 
-        Parameters outside the blocks (embeddings, norms) are loaded for this pass only.
+        Parameters outside the blocks (embeddings, norms) are loaded, as `fill` does, for this pass
+        only.
         """
         blocks = self.prefix + "."
-        self.fill("", skip=blocks)
+        self.fill("", skip=blocks, read=read)
         self.model.eval()
         hidden: list[Tensor] = []
 
@@ -176,11 +194,20 @@ class StreamedModel:
         self.drop("", skip=blocks)
         return [state.to(self.dtype) for state in hidden], arguments
 
-    def forward(self, ids: Tensor) -> None:
-        """A forward pass that a hook ends by StopForward."""
+    def forward(self, ids: Tensor) -> Any:
+        """A forward pass; None if a hook ends it by StopForward."""
         extra = {} if self.is_encoder else {"use_cache": False}
         with suppress(StopForward):
-            self.model(input_ids=ids.to(self.device), **extra)
+            return self.model(input_ids=ids.to(self.device), **extra)
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, states: Tensor, as_tuple: bool) -> Tensor:
+        """What the head makes of `states`, the outputs of the last block for `ids`. Parameters
+        outside the blocks must be filled; `as_tuple`: see returns_tuple."""
+        given = (states,) if as_tuple else states
+        with self._forwards([lambda *args, **kwargs: given] * len(self.blocks)):
+            found: Tensor = self.forward(ids).logits
+        return found
 
     @property
     def is_encoder(self) -> bool:
@@ -228,11 +255,19 @@ class StreamedModel:
         self.drop("", skip=blocks)
 
     def _record(self, arguments: "Arguments", ids: Tensor, as_tuple: bool) -> None:
+        shape = tuple(ids.shape)
+        made = [self._recorder(arguments, i, shape, as_tuple) for i in range(len(self.blocks))]
+        with self._forwards(made):
+            self.forward(ids)
+
+    @contextmanager
+    def _forwards(self, made: list[Callable[..., Any]]) -> Iterator[None]:
+        """Within this context these functions stand for the blocks' forward."""
         originals = [block.forward for block in self.blocks]
         try:
-            for index, block in enumerate(self.blocks):
-                block.forward = self._recorder(arguments, index, tuple(ids.shape), as_tuple)
-            self.forward(ids)
+            for block, forward in zip(self.blocks, made, strict=True):
+                block.forward = forward
+            yield
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
                 del block.forward
@@ -313,7 +348,9 @@ def skeleton(checkpoint: Checkpoint) -> Any:
             "Start from the original, or use `billfish convert` to change its format."
         )
     shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
-    refuse(checkpoint, problems(checkpoint, shapes, model_class=model_class, config=config))
+    found = problems(checkpoint, shapes, model_class=model_class, config=config)
+    strangers = parts_of_their_own(checkpoint, found)
+    refuse(checkpoint, [(name, told) for name, told in found if name not in strangers])
     with BUILDING, _EmptyOnMeta():
         return model_class._from_config(config)
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from billfish.checkpoints import write as files
 from billfish.checkpoints.config import read_json
-from billfish.checkpoints.dialects import dialect_of
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED, write_tensors
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
@@ -39,13 +39,15 @@ from billfish.offline.kv import write_kv_file
 from billfish.offline.progress import OnProgress, Reporter
 from billfish.offline.report import REPORT, layer_entry, make_report
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.sentinel import check
 from billfish.offline.streaming import BackgroundWriter, return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import Calibration
-from billfish.schemes.base import Scheme, Solved
+from billfish.schemes.base import Solved
 from billfish.solvers.refining import Gain
 
 TRAINED = "end-to-end.safetensors"  # tensors that distillation changed
+CHECKED = "check.json"  # what the sentinel found
 # Tokens of a batch in the calibration passes. On a CPU this many give matrix products their full
 # speed while elementwise operations still fit in cache; a GPU needs more to be busy.
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -84,6 +86,7 @@ class Job:
         self.request, self.model, self.device = task.request, task.model, task.device
         self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
         self.shards = len(task.model.blocks) + (1 if task.head is None else 2)
+        self.placed = task.placed()
 
     # -- resuming
 
@@ -151,6 +154,9 @@ class Job:
         activations.quantized.clear()  # distillation needs the original's
         if self._distills and data is not None:
             self._distill(data, activations.original, report)
+        activations.original.clear()
+        if self.request.check:
+            self._check(report)
         self._finish(data)
 
     def _first_block(self) -> int:
@@ -287,6 +293,13 @@ class Job:
                     shard, {name: trained.get(name, t) for name, t in tensors.items()}
                 )
 
+    def _check(self, report: Reporter) -> None:
+        """Compare the written shards with the original."""
+        return_freed_memory()
+        if not (self.state / CHECKED).exists():
+            shards = [self._shard(i) for i in range(self.shards)]
+            files.write_json(self.state / CHECKED, check(self.task, shards, report.checked))
+
     # -- writing
 
     def _shard(self, number: int) -> Path:
@@ -300,7 +313,7 @@ class Job:
         return self.state / "head.json"
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or self.placed[name].how == COPIED:
             return tensor
         cast = tensor.to(self.stored_dtype)
         problem = first_nonfinite(name, cast)
@@ -350,19 +363,6 @@ class Job:
         whole = read_json(last) if last.exists() else None
         return {**self.task.training, "blocks": blocks, "whole_model": whole}
 
-    def _quantization_config(self) -> dict[str, Any]:
-        scheme, head, ignore = self.scheme, self.task.head, sorted(self.task.skipped)
-        if head is None:
-            return dialect_of([scheme]).config_of_all(scheme, ignore)
-        schemes: dict[str, Scheme] = {
-            linear.weight.removesuffix(".weight"): scheme
-            for index in range(len(self.model.blocks))
-            for linear in self.model.linears(index)
-            if self.model.block_prefix(index) + linear.path not in self.task.skipped
-        }
-        schemes[head.module] = head.scheme
-        return dialect_of(schemes.values()).config(schemes, ignore)
-
     def _finish(self, data: Calibration | None) -> None:
         request, head = self.request, self.task.head
         files.copy_companions(self.task.source.path, self.output)
@@ -371,14 +371,17 @@ class Job:
         config["dtype"] = name_of(self.stored_dtype)
         if head is not None and head.tied:
             config["tie_word_embeddings"] = False  # the packed head is a layer of its own
-        config["quantization_config"] = self._quantization_config()
-        files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
+        config["quantization_config"] = self.task.quantization_config()
+        shards = [self._shard(i) for i in range(self.shards)]
+        write_tensors(self.output, self.placed, shards)
+        files.write_index(self.output, [shard.name for shard in shards])
         files.write_json(self.output / "config.json", config)
         blocks = range(len(self.model.blocks))
         layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
         layers += [] if head is None else [read_json(self._head_report)]
-        size = sum(self._shard(i).stat().st_size for i in range(self.shards))
-        report = make_report(self.task, data, layers, self._training(), size)
+        check = read_json(self.state / CHECKED) if request.check else None
+        size = sum(shard.stat().st_size for shard in shards)
+        report = make_report(self.task, data, layers, self._training(), check, size)
         if request.kv is not None:  # the quantized model runs the calibration text as in the engine
             report["kv"] = write_kv_file(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype

@@ -13,6 +13,7 @@ from typing import Any
 
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED, KEPT
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
 from billfish.offline.costs import Linear, estimate
@@ -58,6 +59,11 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
             "tokens": tokens,
         },
         "layers": rows,
+        "copied": [
+            {"name": name, **each.fields(), "bytes": source.entries[name].nbytes}
+            for name, each in task.placed().items()
+            if each.how == COPIED
+        ],
         "totals": {
             "linears": len(rows),
             "quantized": len(made),
@@ -130,20 +136,16 @@ def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
 def result_bytes(task: Task) -> dict[str, int]:
     """Weight, by its name in the source, or in the model if that has none -> its bytes in the
     result. A packed head that was tied has none, and is stored beside the embedding."""
-    packed = {
-        task.model.stored.get(f"{module}.weight", f"{module}.weight"): sum(
-            spec.nbytes for spec in task.scheme_of(module).tensors(n, k, task.stored_dtype).values()
-        )
-        for module, n, k, skip in task.select_linears()
-        if skip is None
-    }
-    dense = {
-        name: prod(entry.shape) * task.stored_dtype.itemsize
-        if entry.dtype.is_floating_point
-        else entry.nbytes
-        for name, entry in task.source.entries.items()
-    }
-    return {**dense, **packed}
+    width, placed, sizes = task.stored_dtype.itemsize, task.placed(), {}
+    for name, entry in task.source.entries.items():
+        cast = placed[name].how == KEPT and entry.dtype.is_floating_point
+        sizes[name] = prod(entry.shape) * width if cast else entry.nbytes
+    for module, n, k, skip in task.select_linears():
+        if skip is None:
+            weight = f"{module}.weight"
+            specs = task.scheme_of(module).tensors(n, k, task.stored_dtype).values()
+            sizes[task.model.stored.get(weight, weight)] = sum(spec.nbytes for spec in specs)
+    return sizes
 
 
 # -- tensor parallelism
@@ -191,7 +193,7 @@ def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:
 
 def warnings(task: Task, estimates: dict[str, Any]) -> list[str]:
     """Sentences about what may stop the job although it is not refused."""
-    said = [task.warning] if task.warning else []
+    said = [*task.warnings]
     output = task.request.output
     if output is not None:
         said += output_warnings(task, output)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from billfish.checkpoints.tensors import counts
 from billfish.models.compute import name_of
 from billfish.offline.head import head_facts
 from billfish.offline.provenance import versions
@@ -33,6 +34,7 @@ def make_report(
     data: Calibration | None,
     layers: list[dict[str, Any]],
     training: dict[str, Any] | None,
+    check: dict[str, Any] | None,  # of the sentinel; None: it did not run
     bytes_after: int,
 ) -> dict[str, Any]:
     request = task.request
@@ -52,8 +54,10 @@ def make_report(
         },
         "layers": layers,
         "training": training,
+        "check": check,
+        "tensors": counts(task.placed()),
         "skipped": task.skipped,
-        "warnings": [task.warning] if task.warning else [],
+        "warnings": task.warnings,
         "bytes_before": task.source.nbytes,
         "bytes_after": bytes_after,
         "versions": versions(),

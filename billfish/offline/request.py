@@ -35,6 +35,7 @@ class QuantizeRequest:
     allow_skipped: bool = False  # accept a scheme that leaves many weights in 16 bits
     steps: int | None = None  # of training each block; None: the method's default
     end_to_end: int | None = None  # steps of distillation; None: the method's default
+    check: bool = True  # compare the result with the original; changes no tensor
 
     def __post_init__(self) -> None:
         if self.kv not in (None, "kv4"):

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from billfish.checkpoints.dialects import dialect_of
 from billfish.checkpoints.read import Checkpoint, stored_dtype
+from billfish.checkpoints.tensors import COPIED, KEPT, QUANTIZED, Placed, place
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
@@ -20,7 +22,7 @@ from billfish.models.tail import Head, find_head
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
 from billfish.offline.request import QuantizeRequest
-from billfish.offline.selection import fit_scheme
+from billfish.offline.selection import fit_scheme, unread_files
 from billfish.offline.text import Calibration, calibration
 from billfish.schemes.base import Scheme
 from billfish.schemes.registry import fields, head_scheme
@@ -49,7 +51,8 @@ class Task:
         self.model = StreamedModel(source, self.dtype, self.device)
         self.head = None if request.head_bits is None else self._head(request.head_bits)
         shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
-        self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.scheme, warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.warnings = [told for told in (warning, unread_files(source)) if told]
         if request.method not in self.scheme.methods:
             raise UserError(
                 f"--method {request.method}: scheme {self.scheme.name} is made by "
@@ -83,6 +86,28 @@ class Task:
         if request.how.refine is None:
             return None
         return {"steps": request.training_steps, "end_to_end": request.distillation_steps}
+
+    def placed(self) -> dict[str, Placed]:
+        """What becomes of every tensor of the source; and a packed head that has none there, as it
+        is tied to the embedding, under its name in the model."""
+        quantized: dict[str, tuple[str, ...]] = {}
+        for module, n, k, reason in self.select_linears():
+            if reason is None:
+                weight = self.model.stored.get(f"{module}.weight", f"{module}.weight")
+                is_head = self.head is not None and module == self.head.module
+                name = module if is_head else weight.removesuffix(".weight")
+                parts = self.scheme_of(module).tensors(n, k, self.stored_dtype)
+                quantized[weight] = tuple(f"{name}.{part}" for part in parts)
+        entries, strangers = self.source.entries, set(self.model.strangers())
+        found = {
+            name: place(entry, COPIED if name in strangers else KEPT, [name])
+            for name, entry in entries.items()
+            if name not in quantized
+        }
+        for name, names in quantized.items():
+            known = name if self.head is None or name in entries else self.head.weight
+            found[name] = place(entries[known], QUANTIZED, names)
+        return found
 
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
@@ -150,6 +175,20 @@ class Task:
                 "one of them to tell whether training helped. Give more text or --nsamples."
             )
         return data
+
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json says of the packed linears."""
+        scheme, head, ignore = self.scheme, self.head, sorted(self.skipped)
+        if head is None:
+            return dialect_of([scheme]).config_of_all(scheme, ignore)
+        schemes: dict[str, Scheme] = {
+            linear.weight.removesuffix(".weight"): scheme
+            for index in range(len(self.model.blocks))
+            for linear in self.model.linears(index)
+            if self.model.block_prefix(index) + linear.path not in self.skipped
+        }
+        schemes[head.module] = head.scheme
+        return dialect_of(schemes.values()).config(schemes, ignore)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal for two runs to give the same bytes."""

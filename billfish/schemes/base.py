@@ -276,7 +276,8 @@ class Family:
     # quantize_rows(...), which takes the weight in portions (the default scheme's). A scheme that
     # rounds activations may have channel_factors(scheme, squares, share) -> Tensor | None and
     # channel_order(scheme, squares) -> Tensor | None, which are folded before its weights are
-    # solved. A name, because the module imports solvers, which inference never does.
+    # solved, and has input_rounding(scheme, tensors), Solved's rounding from canonical tensors. A
+    # name, because the module imports solvers, which inference never does.
     quantizer: str
     # Public checkpoint formats (schemes/dialect.py) that can store it; Billfish writes the first.
     # If there is none it writes its own (checkpoints/own.py).
