@@ -92,6 +92,14 @@ class Stored:
                 f"{reason}. Use a smaller tensor parallel size, or quantize with smaller groups."
             )
 
+    def rehearse(self, small: Mapping[str, Tensor]) -> None:
+        """Cut canonical tensors of which the large ones are on the meta device: raises a UserError
+        if the others, an order of inputs, say, forbid what Slices.refusal allows."""
+        try:
+            self.slices.of(self.scheme, small)
+        except UserError as error:
+            raise UserError(f"{self.module}: {error}", error.part) from None
+
     @property
     def specs(self) -> dict[str, TensorSpec]:
         return self.dialect.stored(self.scheme, self.slices.n, self.slices.k, self.dtype)

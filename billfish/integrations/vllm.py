@@ -6,6 +6,7 @@ itself. Tensors are taken whole from vLLM's loader and cut by Scheme.shard (para
 vLLM are at the top: where they fail, vLLM logs it and runs without this method.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,29 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
 from billfish.checkpoints.dialects import read_dialect
-from billfish.checkpoints.own import METHOD
+from billfish.checkpoints.own import METHOD, Own
+from billfish.checkpoints.packed import by_module, small_tensors
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.integrations.parallel import Layer, Slices, Stored
 from billfish.models.load import check
 from billfish.schemes.base import Scheme
-from billfish.schemes.dialect import Dialect
 from billfish.schemes.registry import compile_kernels
 
 QKV = {"q": 0, "k": 1, "v": 2}  # vLLM's names of the parts of a merged layer; else numbers
 
 
 class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, source: dict[str, Any]) -> None:
         super().__init__()
-        self.dialect = dialect
+        self.source, self.dialect = source, read_dialect(source)
+        self.directory: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "dialect": None}  # its patterns cannot be sent to another process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dialect=read_dialect(state["source"]))
 
     def get_name(self) -> str:
         return METHOD
@@ -58,7 +67,7 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "BillfishConfig":
-        return cls(read_dialect(config))
+        return cls(config)
 
     @classmethod
     def override_quantization_method(
@@ -78,6 +87,7 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
         missing from a quantized checkpoint as it happens to be in memory."""
         if Path(model_name).is_dir():
             check(model_name)
+            self.directory = model_name
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
@@ -91,7 +101,7 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
                     f"{prefix}: vLLM runs {', '.join(schemes)} as one layer, and {dense} is not "
                     "quantized while the others are. Quantize all of them or none."
                 )
-            return BillfishLinearMethod(self.dialect, packed)
+            return BillfishLinearMethod(self, packed)
         if isinstance(layer, ParallelLMHead) and self.dialect.scheme(prefix) is not None:
             raise UserError(
                 f"{prefix}: is quantized, which runs in vLLM only as 16 bits. Quantize the model "
@@ -112,8 +122,8 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 class BillfishLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    def __init__(self, dialect: Dialect, schemes: dict[str, Scheme]) -> None:
-        self.dialect, self.schemes = dialect, schemes
+    def __init__(self, config: BillfishConfig, schemes: dict[str, Scheme]) -> None:
+        self.dialect, self.directory, self.schemes = config.dialect, config.directory, schemes
 
     def create_weights(
         self,
@@ -147,6 +157,10 @@ class BillfishLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 slices = Slices.of_outputs(input_size, sizes[here], replicas[here], rank, ranks)
             scheme = self.schemes[module]
             stored.append(Stored(module, self.dialect, scheme, slices, params_dtype))
+            # In our own dialect stored tensors are canonical; in others refuses_cut knows all.
+            if self.directory is not None and isinstance(self.dialect, Own):
+                checkpoint, names = _opened(self.directory)
+                stored[-1].rehearse(small_tensors(checkpoint, self.dialect, scheme, names[module]))
         layer.billfish = Layer(stored)
         for name, spec in layer.billfish.specs.items():
             parameter = nn.Parameter(torch.empty(0, dtype=spec.dtype), requires_grad=False)
@@ -165,6 +179,13 @@ class BillfishLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = layer.billfish(x, bias)
         return y
+
+
+@cache
+def _opened(directory: str) -> tuple[Checkpoint, dict[str, dict[str, str]]]:
+    """The checkpoint's headers, and the tensors of its modules by name."""
+    checkpoint = Checkpoint(directory)
+    return checkpoint, by_module(checkpoint)
 
 
 def _loader(layer: Layer, name: str) -> Any:

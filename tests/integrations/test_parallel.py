@@ -124,6 +124,33 @@ def test_a_cut_is_refused_before_tensors_come():
         stored(SCHEMES[0], Slices.of_inputs(256, 96, 0, 2), "o_proj")
 
 
+@every_scheme
+def test_a_cut_is_rehearsed_without_weights(scheme):
+    """Large tensors are on the meta device, as `small_tensors` gives them."""
+    small = {
+        name: tensor if tensor.ndim == 1 else tensor.to("meta")
+        for name, tensor in tensors_of(scheme, 256, K).items()
+    }
+    for slices in (
+        Slices.of_inputs(256, K, 1, RANKS),
+        Slices.of_outputs(K, (64, 64), (1, 1), 1, RANKS),
+    ):
+        stored(scheme, slices).rehearse(small)
+
+
+def test_an_order_of_inputs_that_crosses_the_cut_is_refused():
+    scheme = with_options("w4ax", group_size=64, activations="fmpq")
+    small = {
+        name: tensor if tensor.ndim == 1 else tensor.to("meta")
+        for name, tensor in tensors_of(scheme, 256, K).items()
+    }
+    linear = stored(scheme, Slices.of_inputs(256, K, 0, RANKS), "o_proj")
+    with pytest.raises(
+        UserError, match=r"layers.0.o_proj: .* its stored columns there read others"
+    ):
+        linear.rehearse(small)
+
+
 def test_what_is_missing_or_foreign_is_named():
     scheme, slices = SCHEMES[3], Slices.of_outputs(K, (256,), (1,), 0, 1)
     given = tensors_of(scheme, 256, K)

@@ -50,7 +50,7 @@ SCHEMES = {
 NOISE = 0.01  # of a log-probability: sums in another order
 # Where x is rounded to 8 bits, what differs in the last bit may round to the next step; and each of
 # two ranks has a step of its own.
-NOISE_ROUNDED = {1: 0.1, 2: 0.5}
+NOISE_ROUNDED = {1: 0.3, 2: 0.5}
 
 
 def quantized(dense: Path, output: Path, name: str) -> Path:
@@ -116,8 +116,9 @@ def models(tmp_path_factory):
 def test_same_tokens(family, name, tensor_parallel, models):
     directory, expected = models(family, name)
     if (name, tensor_parallel) == ("fmpq", 2):
-        with pytest.raises(Failed, match=r"o_proj: a layer cannot be cut into inputs"):
+        with pytest.raises(Failed, match=r"o_proj: a layer cannot be cut into inputs") as failed:
             vllm(directory, prompts(), NEW, 2)
+        assert "Loading weights took" not in str(failed.value)
         return
     answer = vllm(directory, prompts(), NEW, tensor_parallel, **taken_over(name))
     difference = answer.differs_by(expected)

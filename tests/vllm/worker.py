@@ -3,8 +3,8 @@
 A job has `settings` (arguments of vllm.LLM), `environment`, `prompts` (lists of token ids, so that
 no tokenizer is needed), `tokens` and `log`, a file for all that vLLM says. The answer has `tokens`
 and `logprobs` of those chosen, or `error`, an exit status. Importing vLLM takes longer than most
-jobs, so they are forks of this process; in them the engine and, without tensor parallelism, its
-worker run as threads of nobody: in the process itself.
+jobs, so they are forks of this process, and without tensor parallelism the engine runs in the fork
+itself.
 """
 
 import json
@@ -37,11 +37,24 @@ def run(job: dict, answers: int) -> None:
         json.dump(answer(job), pipe)
 
 
+def warm_up() -> None:
+    """Import what every job needs, and let PyTorch hash its own files, once for all of them."""
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from torch._inductor.codecache import torch_key
+
+    import billfish.integrations.vllm  # noqa: F401
+
+    torch_key()
+
+
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
-    import vllm  # noqa: F401
-
+    warm_up()
     for line in sys.stdin:
         reader, writer = os.pipe()
         child = os.fork()
