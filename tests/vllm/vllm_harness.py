@@ -119,6 +119,7 @@ def vllm(
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": CONTEXT,
+        "max_num_batched_tokens": CONTEXT,  # of the first step, which measures memory
         "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
     }
     binding = "|".join(map(str, cpus[:tensor_parallel]))
