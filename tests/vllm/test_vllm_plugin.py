@@ -50,7 +50,7 @@ SCHEMES = {
 NOISE = 0.01  # of a log-probability: sums in another order
 # Where x is rounded to 8 bits, what differs in the last bit may round to the next step; and each of
 # two ranks has a step of its own.
-NOISE_ROUNDED = {1: 0.3, 2: 0.5}
+NOISE_ROUNDED = {1: 0.3, 2: 1.0}
 
 
 def quantized(dense: Path, output: Path, name: str) -> Path:
