@@ -86,7 +86,7 @@ def packed_linears(checkpoint: Checkpoint, dialect: Dialect | None) -> Iterator[
                 found = measure(checkpoint, dialect, module, names)
                 refuse_unknown(dialect, found.scheme, names)
                 check_bias(checkpoint, names, found.n)
-                small = _small_tensors(checkpoint, dialect, found.scheme, names)
+                small = small_tensors(checkpoint, dialect, found.scheme, names)
                 check_stored(dialect, found.scheme, small, found.n, found.k)
             except UserError as error:
                 raise UserError(f"{checkpoint.path}: {module}: {error}") from None
@@ -103,14 +103,14 @@ def measure(
             f"{dialect.words} is there, and the quantization_config says this layer is not "
             "quantized. One of them belongs to another checkpoint."
         )
-    stored = _small_tensors(checkpoint, dialect, scheme, names)
+    stored = small_tensors(checkpoint, dialect, scheme, names)
     scheme = dialect.resolve_scheme(scheme, stored)
     n, k = dialect.size(scheme, stored)
     names = {part: name for part, name in names.items() if part != "bias"}
     return PackedLinear(module, scheme, n, k, names)
 
 
-def _small_tensors(
+def small_tensors(
     checkpoint: Checkpoint, dialect: Dialect, scheme: Scheme, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Tensors of one layer: one-dimensional ones (weight_shape, g_idx) are read, the others are on
