@@ -39,7 +39,13 @@ def packed(original):
         scheme = W4A16(bits=4, group_size=64)
         quantize(
             QuantizeRequest(
-                original, output[method], scheme, method=method, nsamples=16, seqlen=256
+                original,
+                output[method],
+                scheme,
+                method=method,
+                nsamples=16,
+                seqlen=256,
+                check=method == "gptq",
             )
         )
     return output
@@ -97,13 +103,13 @@ def test_kv4_keeps_the_model_good(packed, sample_ids):
     assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03  # LOG says what is lost
 
 
-def test_a_needle_in_4k_tokens_is_found_in_four_bits(original, sample_ids):
-    with LLM(original, kv="kv4", dtype=cpu_type().dtype, max_model_len=4200) as llm:
+def test_a_needle_in_2k_tokens_is_found_in_four_bits(original, sample_ids):
+    with LLM(original, kv="kv4", dtype=cpu_type().dtype, max_model_len=2100) as llm:
         said, asked = (
             llm.tokenizer(f"\n\nThe secret password of the old harbour is '{word}").input_ids
             for word in ("marlin seven four two'.\n\n", "")
         )
-        hay = sample_ids[: 4096 - len(said) - len(asked)]
+        hay = sample_ids[: 2048 - len(said) - len(asked)]
         half = len(hay) // 2
         (output,) = llm.generate(
             [hay[:half] + said + hay[half:] + asked], SamplingParams(temperature=0, max_tokens=6)
