@@ -5,7 +5,7 @@ frees them. Inputs of blocks are caught by module hooks instead of tracing, so a
 decoder (or encoder) is a list of blocks. Quantization is not known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from billfish.checkpoints.experts import COUNTS, FUSED_TYPES, SINGLE, unfused
 from billfish.checkpoints.match import BUILDING, architecture, model_config, problems, refuse
 from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
+from billfish.models.experts import Experts, Lend, split_experts
 
 Shape = tuple[int, ...]  # (batch, length)
 
@@ -47,7 +49,6 @@ class LinearName:
 
 
 RECURRENT = ("mamba", "time_mix")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class StopForward(Exception):
@@ -56,8 +57,8 @@ class StopForward(Exception):
 
 class StreamedModel:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.model = skeleton(checkpoint)
+        self.checkpoint, self.dtype, self.device = unfused(checkpoint), dtype, device
+        self.model = skeleton(self.checkpoint)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -67,6 +68,19 @@ class StreamedModel:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self._aliases = {alias: tied for tied in names.values() for alias in tied}
+        self._lent: set[str] = set()  # weights of experts: read when one runs
+        for name, module in self.model.named_modules():
+            if isinstance(module, Experts):
+                module.lend = self._lender(name)
+                inside = (f"{name}.{path}" for path, _ in module.named_parameters())
+                self._lent.update(path for path in inside if path.endswith(".weight"))
+
+    def _lender(self, experts: str) -> Lend:
+        # A plain function: a bound method would be copied, with the model, wherever a block is.
+        def lend(expert: int, names: Sequence[str]) -> dict[str, Tensor]:
+            return {name: self.value(f"{experts}.{expert}.{name}") for name in names}
+
+        return lend
 
     def _stored_names(self) -> dict[str, str]:
         """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
@@ -77,7 +91,8 @@ class StreamedModel:
         for name, _ in self.model.named_parameters():
             old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
             old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
-            candidates = (name, base + name, name.removeprefix(base), old, base + old)
+            mixtral = name.replace(".mlp.", ".block_sparse_moe.")
+            candidates = (name, base + name, name.removeprefix(base), old, base + old, mixtral)
             found = next(
                 (candidate for candidate in candidates if candidate in self.checkpoint), None
             )
@@ -133,12 +148,16 @@ class StreamedModel:
         return tensor
 
     def fill(self, prefix: str, skip: str = "\0") -> None:
-        """Load the parameters whose names start with `prefix`, except those that start with
-        `skip`."""
-        for name, stored in self.stored.items():
-            if name.startswith(prefix) and not name.startswith(skip):
-                value = self.read(stored, self.device)
-                self._set(name, value.to(self.dtype) if value.is_floating_point() else value)
+        """Load the parameters whose names start with `prefix`, except those that start with `skip`
+        and the weights of experts, which are read when they run."""
+        for name in self.stored:
+            if name.startswith(prefix) and not name.startswith(skip) and name not in self._lent:
+                self._set(name, self.value(name))
+
+    def value(self, name: str) -> Tensor:
+        """A parameter as the model computes with it, from the checkpoint."""
+        value = self.read(self.stored[name], self.device)
+        return value.to(self.dtype) if value.is_floating_point() else value
 
     def drop(self, prefix: str, skip: str = "\0") -> None:
         for name in self.stored:
@@ -315,7 +334,15 @@ def skeleton(checkpoint: Checkpoint) -> Any:
     shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
     refuse(checkpoint, problems(checkpoint, shapes, model_class=model_class, config=config))
     with BUILDING, _EmptyOnMeta():
-        return model_class._from_config(config)
+        model = model_class._from_config(config)
+    experts = split_experts(model)
+    if experts and not any(SINGLE.fullmatch(name) for name in checkpoint):
+        raise UserError(
+            f"{checkpoint.path}: holds all experts of a layer in one tensor ({experts[0]}). Of "
+            f"model type {config.model_type!r} that layout is not known here; known are files with "
+            f"a tensor for each expert, and {', '.join(FUSED_TYPES)}."
+        )
+    return model
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -351,8 +378,8 @@ def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str |
                 return (
                     f"its blocks hold recurrent layers, of a state-space model or alike ({where})"
                 )
-            if any(getattr(config, key, None) for key in EXPERTS):
-                return f"it is a mixture of experts, whose weights are fused ({where})"
+            if any(getattr(config, key, None) for key in COUNTS):
+                return f"it is a mixture of experts in a layout that is not known here ({where})"
             return f"its blocks hold weights of three dimensions ({where})"
     if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
         kinds = sorted({type(module).__name__ for module in blocks.modules()} & {"Conv1D"})

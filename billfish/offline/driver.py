@@ -322,7 +322,9 @@ class Job:
         for name in self.model.stored_block(index):
             if name not in quantized:
                 tensor = self.model.read(name)
-                now = parameters[name].data.cpu() if name in parameters else tensor
+                # Experts are not in memory, and folded only where they are packed.
+                kept = name in parameters and not parameters[name].is_meta
+                now = parameters[name].data.cpu() if kept else tensor
                 if not torch.equal(now, tensor.to(now.dtype)):
                     tensor = now
                 tensors[name] = self._cast(name, tensor)
@@ -344,7 +346,7 @@ class Job:
         config.pop("torch_dtype", None)
         config["dtype"] = name_of(self.stored_dtype)
         config["quantization_config"] = dialect_of([self.scheme]).config_of_all(
-            self.scheme, sorted(self.task.skipped)
+            self.scheme, self.task.ignored
         )
         files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
         files.write_json(self.output / "config.json", config)

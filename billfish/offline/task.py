@@ -14,6 +14,7 @@ from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.compute import compute_dtype, device_of, name_of
+from billfish.models.experts import gates_of
 from billfish.models.load import rows_of
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
@@ -22,12 +23,15 @@ from billfish.offline.selection import fit_scheme
 from billfish.offline.text import Calibration, calibration
 from billfish.schemes.registry import fields
 
+OUTSIDE = "outside the blocks: kept in 16 bit"
+GATE = "decides which experts run, or how much: kept in 16 bit"
+
 
 class Task:
     """One request and its model, checked before any work."""
 
     def __init__(self, request: QuantizeRequest, source: Checkpoint) -> None:
-        self.request, self.source = request, source
+        self.request = request
         self.device = device_of(request.device)
         own = stored_dtype(source.path)
         self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
@@ -39,7 +43,8 @@ class Task:
         self.reads = request.how.needs_data or request.kv is not None
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
-        shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
+        self.source = self.model.checkpoint  # with a linear per expert
+        shapes = [(n, k) for _, n, k, kept in self._linears() if kept is None]
         self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
         if request.method not in self.scheme.methods:
             raise UserError(
@@ -77,20 +82,32 @@ class Task:
 
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
-        outside = "outside the blocks: kept in 16 bit"
         return [
-            (name, n, k, self.scheme.refuses(n, k) if inside else outside)
-            for name, n, k, inside in self._linears()
+            (name, n, k, self.scheme.refuses(n, k) if kept is None else kept)
+            for name, n, k, kept in self._linears()
         ]
 
-    def _linears(self) -> list[tuple[str, int, int, bool]]:
-        """(module, n, k, whether it is in a block) of every linear."""
-        blocks = self.model.prefix + "."
+    def _linears(self) -> list[tuple[str, int, int, str | None]]:
+        """(module, n, k, why it stays in 16 bits whatever the scheme) of every linear."""
+        blocks, model = self.model.prefix + ".", self.model.model
+        gates = gates_of(model)
         return [
-            (name, module.out_features, module.in_features, name.startswith(blocks))
-            for name, module in self.model.model.named_modules()
-            if isinstance(module, torch.nn.Linear)
+            (
+                name,
+                *(int(size) for size in module.weight.shape),
+                GATE if name in gates else None if name.startswith(blocks) else OUTSIDE,
+            )
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) or name in gates
         ]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Linears that are not packed, for the quantization_config. Other readers look for the
+        names in the files, which may differ from those in the model (Mixtral's)."""
+        stored = {module: self.model.stored.get(f"{module}.weight") for module in self.skipped}
+        inside = (name for module, name in stored.items() if module.startswith(self.model.prefix))
+        return sorted({*stored, *(name.removesuffix(".weight") for name in inside if name)})
 
     def read_calibration(self) -> Calibration | None:
         request = self.request
