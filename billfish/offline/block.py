@@ -99,7 +99,9 @@ class BlockJob:
 
         inputs, targets = activations.quantized, activations.original
         seed = self.seed + self.index
-        found = refine(Refining(solved, inputs, targets, run, self.steps, seed, self.on_step))
+        routes = bool(self._routed)
+        asked = Refining(solved, inputs, targets, run, self.steps, seed, self.on_step, routes)
+        found = refine(asked)
         for path, final in {**untrained, **found.solved}.items():
             self._put(path, final.decoded)
             on_linear(path, final)
@@ -167,7 +169,14 @@ class BlockJob:
             [] if runner is None else [runner.routing(i, path) for i in range(len(runner.states))]
             for runner in (quantized, original)
         )
-        outputs, expected = job.solve(calls, originals, on_linear)
+
+        def solved(linear: str, found: Solved) -> None:
+            if self.method.refine is not None and found.rounding is not None:  # training runs them
+                block = model.blocks[self.index]
+                self.rounding.enter_context(rounded_input(block, [linear], found.rounding))
+            on_linear(linear, found)
+
+        outputs, expected = job.solve(calls, originals, solved)
         quantized.cached |= {(path, batch): output for batch, output in enumerate(outputs)}
         if original is not None:
             original.cached |= {(path, batch): output for batch, output in enumerate(expected)}

@@ -34,6 +34,7 @@ from billfish.models.compute import name_of
 from billfish.offline.activations import Activations
 from billfish.offline.block import BlockJob
 from billfish.offline.distill import distill
+from billfish.offline.experts import rarely_reached
 from billfish.offline.kv import write_kv_file
 from billfish.offline.progress import OnProgress, Reporter
 from billfish.offline.provenance import versions
@@ -369,7 +370,7 @@ class Job:
             "layers": layers,
             "training": self._training(),
             "skipped": self.task.skipped,
-            "warnings": [self.task.warning] if self.task.warning else [],
+            "warnings": [*filter(None, [self.task.warning]), *rarely_reached(layers)],
             "bytes_before": self.task.source.nbytes,
             "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
             "versions": versions(),

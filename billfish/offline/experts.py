@@ -9,6 +9,7 @@ and its note says so.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,22 @@ from billfish.solvers.statistics import Statistics
 
 OnLinear = Callable[[str, Solved], None]
 FEW = 4  # an expert needs one token for this many inputs; else the Hessian's rank says little
+EVERY = "calibrated on all tokens of the block"  # begins a note
 Rows = dict[int, tuple[Tensor, Tensor]]  # expert -> its tokens, and its place in their routing
+
+
+def rarely_reached(layers: Sequence[dict[str, Any]]) -> list[str]:
+    """A warning about experts among the report's layers that were not calibrated on their own
+    tokens."""
+    found = {layer["name"].rpartition(".")[0] for layer in layers if EVERY in (layer["note"] or "")}
+    if not found:
+        return []
+    return [
+        f"{len(found)} experts were calibrated on all tokens of their block: the router sent "
+        f"them too few (notes of the layers say how many): {', '.join(sorted(found)[:4])}"
+        + (", ..." if len(found) > 4 else "")
+        + ". More --nsamples, or text nearer to what the model will read, reach more experts."
+    ]
 
 
 def fewest(hidden: int) -> int:
@@ -112,8 +128,7 @@ class _Expert:
         self.all, self.note = tokens < least, None
         if self.all:
             self.note = (
-                f"calibrated on all {every} tokens of the block: {tokens} were routed to this "
-                f"expert, fewer than {least}"
+                f"{EVERY} ({every}): {tokens} were routed to this expert, fewer than {least}"
             )
 
     def _bias(self, name: str) -> Tensor | None:
