@@ -1,0 +1,387 @@
+"""Mixtures of experts from checkpoint to text: calibrated by their routing, written as one packed
+linear per expert, run by transformers and by the engine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from jobs import request, stop_before_the_end
+from safetensors.torch import load_file, save_file
+from tiny import MIXTURES, write_checkpoint
+
+from billfish.checkpoints.convert import convert
+from billfish.checkpoints.inspect import inspect
+from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.verify import verify
+from billfish.engine.llm import LLM
+from billfish.engine.sampling import SamplingParams
+from billfish.errors import UserError
+from billfish.models.blocks import StreamedModel
+from billfish.models.linear import QuantLinear
+from billfish.models.load import load
+from billfish.offline import distill, experts
+from billfish.offline.activations import Activations
+from billfish.offline.block import BlockJob
+from billfish.offline.driver import quantize
+from billfish.offline.plan import plan
+from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16_24 import W4A16Sparse
+from billfish.schemes.w4ax import W4AX
+from billfish.schemes.w2416 import W2416
+from billfish.solvers import finetune
+from billfish.solvers.methods import METHODS
+
+CPU = torch.device("cpu")
+FIRST = {  # an expert's tensors of layer 0 in files, but for the leaf
+    "MixtralForCausalLM": "model.layers.0.block_sparse_moe.experts.1.w2",
+    "Qwen2MoeForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
+    "Qwen3MoeForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
+    "GptOssForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
+}
+ROUTERS = {
+    "MixtralForCausalLM": "block_sparse_moe.gate",
+    "Qwen2MoeForCausalLM": "mlp.gate",
+    "Qwen3MoeForCausalLM": "mlp.gate",
+    "GptOssForCausalLM": "mlp.router",
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def made(request, tmp_path_factory):
+    """(architecture, source, quantized by GPTQ, report)"""
+    folder = tmp_path_factory.mktemp("made")
+    source = write_checkpoint(folder / "source", request.param)
+    text = folder / "text.txt"
+    text.write_text("all experts of a mixture see some of these tokens, 0123456789. " * 40)
+    report = quantize(job(source, folder / "out", str(text)))
+    return request.param, source, folder / "out", report
+
+
+def job(source, out, text, **changes):
+    return request(source, out, text, **changes)
+
+
+def test_what_is_written(made):
+    """One packed linear per expert under its public name; routers and gates as they were."""
+    architecture, source, out, report = made
+    found = Checkpoint(out)
+    name = FIRST[architecture]
+    assert {f"{name}.weight_packed", f"{name}.weight_scale", f"{name}.weight_shape"} <= {*found}
+    assert f"{name}.weight" not in found
+    router = f"model.layers.0.{ROUTERS[architecture]}"
+    assert found.entries[f"{router}.weight"].dtype == torch.bfloat16
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert router in ignored and "lm_head" in ignored
+    if architecture == "Qwen2MoeForCausalLM":
+        assert "model.layers.0.mlp.shared_expert_gate" in ignored
+        assert "model.layers.0.mlp.shared_expert.up_proj.weight_packed" in found
+    assert verify(out)["problems"] == []
+    count = sum(".experts." in layer["name"] for layer in report["layers"])
+    assert count == 2 * 3 * (
+        4 if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") else 6
+    )
+    assert all(layer["error"] < 0.05 for layer in report["layers"])
+    assert inspect(out)["packed"]["layers"] if False else inspect(out)
+
+
+def dense_twin(source, out):
+    """The original model with the decoded weights of the packed one."""
+    packed, _ = load(out, dtype=torch.float32)
+    twin = type(packed).from_pretrained(source, dtype=torch.float32).eval()
+    state = packed.state_dict()
+    for name, parameter in twin.named_parameters():
+        if name in state:
+            parameter.data.copy_(state[name].float())
+    for name, module in packed.named_modules():
+        if isinstance(module, QuantLinear) and ".experts." not in name:
+            twin.get_submodule(name).weight.data.copy_(module.weight)
+    for name, module in twin.named_modules():
+        if hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3:
+            single = packed.get_submodule(name)
+            for expert in range(single.count):
+                gate, up, down = single.get_submodule(str(expert)).children()
+                transposed = module.is_transposed
+                both = (
+                    torch.stack((gate.weight, up.weight), 1)
+                    if transposed
+                    else (gate.weight, up.weight)
+                )
+                both = both.flatten(0, 1).T if transposed else torch.cat(both)
+                module.gate_up_proj.data[expert] = both
+                module.down_proj.data[expert] = down.weight.T if transposed else down.weight
+    return packed, twin
+
+
+def test_packed_experts_compute_what_their_decoded_weights_compute(made):
+    _, source, out, _ = made
+    packed, twin = dense_twin(source, out)
+    ids = torch.randint(3, 100, (2, 40))
+    with torch.no_grad():
+        found, expected = packed(ids).logits, twin(ids).logits
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_they_are_saved_as_they_were_loaded(made, tmp_path):
+    _, _, out, _ = made
+    model, tokenizer = load(out)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    before, after = Checkpoint(out), Checkpoint(tmp_path / "saved")
+    assert {*before} == {*after}
+    for name in before:
+        if "packed" in name or "scale" in name:
+            assert torch.equal(before.tensor(name), after.tensor(name)), name
+    assert verify(tmp_path / "saved")["problems"] == []
+
+
+def test_engine_and_transformers_write_the_same(made):
+    architecture, _, out, _ = made
+    model, tokenizer = load(out, dtype=torch.float32)
+    prompts = ["a mixture", "0123456789" * 3, "of"]
+    if architecture == "GptOssForCausalLM":
+        with pytest.raises(UserError, match=r"self_attn\.sinks.*billfish\.load"):
+            LLM(out)
+        return
+    with LLM(out, dtype=torch.float32) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert list(tokens) == expected[0, ids.shape[1] :].tolist()
+
+
+def test_other_formats_hold_them(made, tmp_path):
+    _, _, out, _ = made
+    convert(out, tmp_path / "gptq", "gptq")
+    assert verify(tmp_path / "gptq")["problems"] == []
+    ids = torch.randint(3, 100, (1, 20))
+    with torch.no_grad():
+        one, two = (
+            load(path, dtype=torch.float32)[0](ids).logits for path in (out, tmp_path / "gptq")
+        )
+    assert (one - two).norm() < 1e-4 * one.norm()
+
+
+# -- calibration
+
+
+def solved_block(path, method, scheme=None, few=None):
+    """A block solved over two batches: its job, what it was given and gave, and its linears."""
+    model = StreamedModel(Checkpoint(path), torch.float32, CPU)
+    states, arguments = model.first_inputs([torch.randint(3, 100, s) for s in ((2, 60), (1, 40))])
+    model.fill(model.block_prefix(0))
+    given = Activations([state + 0.05 * torch.randn_like(state) for state in states], [*states])
+    if not METHODS[method].follows_original:
+        given.original = []
+    inputs = given.copy()
+    gates = ("mlp.shared_expert_gate",)
+    paths = [linear.path for linear in model.linears(0) if linear.path not in gates]
+    block = BlockJob(
+        model, 0, paths, scheme or W4A16(3, 32), METHODS[method], torch.float32, arguments
+    )
+    found = {}
+    with torch.no_grad():
+        block.solve(given, found.__setitem__)
+    return block, inputs, given, found
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_outputs_are_those_of_the_quantized_and_of_the_original_block(
+    tmp_path, architecture, method
+):
+    """Experts are solved one at a time; then the whole block runs with all decoded weights."""
+    path = write_checkpoint(tmp_path / "source", architecture)
+    block, inputs, outputs, found = solved_block(path, method)
+    model = block.model
+    assert {*found} == {*block.paths}
+    for linear, solved in found.items():
+        model.blocks[0].get_submodule(linear).weight = torch.nn.Parameter(solved.decoded)
+    with torch.no_grad():
+        for before, after in zip(inputs.quantized, outputs.quantized, strict=True):
+            expected = model.run(0, before, block.arguments)
+            torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+        model.drop(model.block_prefix(0))
+        model.fill(model.block_prefix(0))
+        for before, after in zip(inputs.original, outputs.original, strict=True):
+            expected = model.run(0, before, block.arguments)
+            torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_sees_its_own_tokens_and_the_original_ones_beside_them(tmp_path, monkeypatch):
+    """The statistics of each gate are those of a pass in which a hook looks at the expert."""
+    path = write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM")
+    known = []
+    add = experts.Statistics.add
+
+    def watched(self, x, original=None):
+        known.append((self, x, original))
+        add(self, x, original)
+
+    monkeypatch.setattr(experts.Statistics, "add", watched)
+    block, inputs, _, found = solved_block(path, "gptq")
+    model = block.model
+    for linear, solved in found.items():
+        if "self_attn" in linear:
+            model.blocks[0].get_submodule(linear).weight = torch.nn.Parameter(solved.decoded)
+    calls = {}
+    for name, states in (("quantized", inputs.quantized), ("original", inputs.original)):
+        if name == "original":
+            model.drop(model.block_prefix(0))
+            model.fill(model.block_prefix(0))
+        for state in states:
+            handle = model.blocks[0].mlp.experts.register_forward_pre_hook(
+                lambda m, args, n=name: calls.setdefault(n, []).append(args)
+            )
+            with torch.no_grad():
+                model.run(0, state, block.arguments)
+            handle.remove()
+    first = [x for owner, x, _ in known if owner.k == 64 and x.ndim == 2]
+    beside = [y for owner, x, y in known if owner.k == 64 and x.ndim == 2]
+    expected, originals = [], []
+    for expert in range(6):
+        chosen = [(index == expert).any(-1) for _, index, _ in calls["quantized"]]
+        few = sum(int(rows.sum()) for rows in chosen) < experts.fewest(64)
+        for batch, rows in enumerate(chosen):
+            rows = torch.ones_like(rows) if few else rows
+            expected.append(calls["quantized"][batch][0][rows])
+            originals.append(calls["original"][batch][0][rows])
+    seen = [x for x in first if any(x.shape == e.shape and torch.allclose(x, e) for e in expected)]
+    assert len(seen) >= len(expected)
+    both = zip(first[: 2 * len(expected)], beside, strict=False)
+    pairs = [(x, y) for x, y in both if y is not None]
+    assert all(
+        any(y.shape == o.shape and torch.allclose(y, o, atol=1e-6) for o in originals)
+        for x, y in pairs
+        if any(x.shape == e.shape and torch.allclose(x, e) for e in expected)
+    )
+
+
+def starved(path, expert):
+    """A router that never picks one of the experts."""
+    held = load_file(path / "model.safetensors")
+    for name, tensor in held.items():
+        if name.endswith("mlp.gate.weight"):
+            tensor[expert] = 0
+            tensor[:, 0] = 0
+            tensor[expert, 0] = -50.0
+        elif name.endswith("post_attention_layernorm.weight"):
+            tensor[0] = 10.0
+        elif name == "model.embed_tokens.weight":
+            tensor[:, 0] = 5.0
+    save_file(held, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_an_expert_without_tokens_is_calibrated_on_all_and_listed(tmp_path, text):
+    source = starved(write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM"), 2)
+    report = quantize(job(source, tmp_path / "out", text))
+    noted = [layer for layer in report["layers"] if layer["note"]]
+    rare = [layer for layer in noted if layer["name"].startswith("model.layers.0.mlp.experts.2.")]
+    assert [layer["name"].rpartition(".")[2] for layer in rare] == [
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert all("0 were routed to this expert, fewer than 16" in layer["note"] for layer in rare)
+    assert all(layer["error"] < 0.05 for layer in rare)
+    assert "model.layers.0.mlp.experts.2" in report["warnings"][0]
+    assert verify(tmp_path / "out")["problems"] == []
+
+
+def test_a_stopped_job_ends_in_the_same_bytes(tmp_path, text, monkeypatch):
+    source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM")
+    whole = job(source, tmp_path / "whole", text)
+    quantize(whole)
+    parts = replace(whole, output=tmp_path / "parts")
+    stop_before_the_end(monkeypatch, parts)
+    (tmp_path / "parts" / ".billfish" / "block-00001.json").unlink()
+    quantize(parts)
+    for shard in (tmp_path / "whole").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "parts" / shard.name).read_bytes()
+
+
+SCHEMES = {
+    "w2416": W2416(3.3),
+    "w4ax": W4AX(64),
+    "fmpq": W4AX(64, True, "fmpq", 0.5, True),
+    "w4a16_24": W4A16Sparse(32),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_takes_experts(tmp_path, text, scheme):
+    source = write_checkpoint(tmp_path / "source", "Qwen2MoeForCausalLM", num_hidden_layers=1)
+    quantize(job(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
+    assert verify(tmp_path / "out")["problems"] == []
+    model, _ = load(tmp_path / "out", dtype=torch.float32)
+    ids = torch.randint(3, 100, (1, 20))
+    with torch.no_grad():
+        found = model(ids).logits
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                module.arrange("reference")
+        expected = model(ids).logits
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_training_follows_the_routing(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(finetune, "SCALES", 2e-3)
+    monkeypatch.setattr(finetune, "TOKENS", 512)
+    monkeypatch.setattr(distill, "TOKENS", 512)
+    source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM", num_hidden_layers=1)
+    changes = {"scheme": W4A16(3, 32, False), "nsamples": 24, "steps": 30, "end_to_end": 15}
+    report = quantize(job(source, tmp_path / "out", text, method="finetune", **changes))
+    (gain,) = report["training"]["blocks"]
+    assert gain["kept"] and gain["after"] < 0.95 * gain["before"]
+    whole = report["training"]["whole_model"]
+    assert whole["kept"] and whole["after"] < whole["before"]
+    assert verify(tmp_path / "out")["problems"] == []
+
+
+# -- plan and bad input
+
+
+def test_plan_counts_what_the_job_writes(made, text):
+    architecture, source, out, report = made
+    told = plan(job(source, None, text))
+    assert told["totals"]["quantized"] == len(report["layers"])
+    written = sum(entry.nbytes for entry in Checkpoint(out).entries.values())
+    assert told["totals"]["bytes_after"] == written
+    gates = [row for row in told["layers"] if "decides which experts" in (row["skip"] or "")]
+    assert len(gates) == (4 if architecture == "Qwen2MoeForCausalLM" else 2)
+
+
+def damaged(path, change):
+    held = load_file(path / "model.safetensors")
+    change(held)
+    save_file(held, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
+BAD = {
+    "missing": (lambda held: held.pop(NAME), rf"{NAME}.*missing: the layer has 6 experts"),
+    "unequal": (
+        lambda held: held.update({NAME: held[NAME][:32].clone()}),
+        rf"{NAME}.*has shape \(32, 64\), and other experts of the layer have \(64, 64\)",
+    ),
+    "too many": (
+        lambda held: held.update({NAME.replace(".3.", ".6."): held[NAME].clone()}),
+        "config.json says 6 experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_experts_are_one_clear_error(tmp_path, text, case):
+    change, told = BAD[case]
+    path = damaged(write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM"), change)
+    with pytest.raises(UserError, match=told):
+        quantize(job(path, tmp_path / "out", text))
+    with pytest.raises(UserError, match=told):
+        load(path)
+    assert len(verify(path)["problems"]) == 1
