@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
-from jobs import request, stop_before_the_end
+from jobs import request as asked
+from jobs import stop_before_the_end
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, write_checkpoint
 
@@ -26,6 +26,8 @@ from billfish.offline.activations import Activations
 from billfish.offline.block import BlockJob
 from billfish.offline.driver import quantize
 from billfish.offline.plan import plan
+from billfish.offline.text import read_documents
+from billfish.schemes import registry
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16_24 import W4A16Sparse
 from billfish.schemes.w4ax import W4AX
@@ -55,17 +57,13 @@ def made(request, tmp_path_factory):
     source = write_checkpoint(folder / "source", request.param)
     text = folder / "text.txt"
     text.write_text("all experts of a mixture see some of these tokens, 0123456789. " * 40)
-    report = quantize(job(source, folder / "out", str(text)))
+    report = quantize(asked(source, folder / "out", str(text)))
     return request.param, source, folder / "out", report
-
-
-def job(source, out, text, **changes):
-    return request(source, out, text, **changes)
 
 
 def test_what_is_written(made):
     """One packed linear per expert under its public name; routers and gates as they were."""
-    architecture, source, out, report = made
+    architecture, _, out, report = made
     found = Checkpoint(out)
     name = FIRST[architecture]
     assert {f"{name}.weight_packed", f"{name}.weight_scale", f"{name}.weight_shape"} <= {*found}
@@ -83,7 +81,7 @@ def test_what_is_written(made):
         4 if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") else 6
     )
     assert all(layer["error"] < 0.05 for layer in report["layers"])
-    assert inspect(out)["packed"]["layers"] if False else inspect(out)
+    assert inspect(out)["packed_linears"] == len(report["layers"])
 
 
 def dense_twin(source, out):
@@ -145,8 +143,8 @@ def test_engine_and_transformers_write_the_same(made):
             LLM(out)
         return
     with LLM(out, dtype=torch.float32) as llm:
-        asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
+        how = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, how)]
     for prompt, tokens in zip(prompts, found, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -168,7 +166,7 @@ def test_other_formats_hold_them(made, tmp_path):
 # -- calibration
 
 
-def solved_block(path, method, scheme=None, few=None):
+def solved_block(path, method):
     """A block solved over two batches: its job, what it was given and gave, and its linears."""
     model = StreamedModel(Checkpoint(path), torch.float32, CPU)
     states, arguments = model.first_inputs([torch.randint(3, 100, s) for s in ((2, 60), (1, 40))])
@@ -179,9 +177,8 @@ def solved_block(path, method, scheme=None, few=None):
     inputs = given.copy()
     gates = ("mlp.shared_expert_gate",)
     paths = [linear.path for linear in model.linears(0) if linear.path not in gates]
-    block = BlockJob(
-        model, 0, paths, scheme or W4A16(3, 32), METHODS[method], torch.float32, arguments
-    )
+    scheme = W4A16(3, 32)
+    block = BlockJob(model, 0, paths, scheme, METHODS[method], torch.float32, arguments)
     found = {}
     with torch.no_grad():
         block.solve(given, found.__setitem__)
@@ -212,52 +209,50 @@ def test_outputs_are_those_of_the_quantized_and_of_the_original_block(
 
 
 def test_an_expert_sees_its_own_tokens_and_the_original_ones_beside_them(tmp_path, monkeypatch):
-    """The statistics of each gate are those of a pass in which a hook looks at the expert."""
+    """Hessian and drift of each expert's gate and up, from what the router gave in both models."""
     path = write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM")
     known = []
-    add = experts.Statistics.add
 
-    def watched(self, x, original=None):
-        known.append((self, x, original))
-        add(self, x, original)
+    class Watched:
+        def __init__(self, scheme):
+            self.own = registry.quantizer(scheme)
 
-    monkeypatch.setattr(experts.Statistics, "add", watched)
+        def quantize(self, scheme, weight, statistics, *more):
+            if weight.shape == (128, 64):  # gate and up of one expert
+                known.append((statistics.hessian.clone(), statistics.drift.clone()))
+            return self.own.quantize(scheme, weight, statistics, *more)
+
+    monkeypatch.setattr(experts, "quantizer", Watched)
     block, inputs, _, found = solved_block(path, "gptq")
-    model = block.model
+    block.model.fill(block.model.block_prefix(0))
+    originals = calls_of(block, inputs.original)
     for linear, solved in found.items():
         if "self_attn" in linear:
-            model.blocks[0].get_submodule(linear).weight = torch.nn.Parameter(solved.decoded)
-    calls = {}
-    for name, states in (("quantized", inputs.quantized), ("original", inputs.original)):
-        if name == "original":
-            model.drop(model.block_prefix(0))
-            model.fill(model.block_prefix(0))
-        for state in states:
-            handle = model.blocks[0].mlp.experts.register_forward_pre_hook(
-                lambda m, args, n=name: calls.setdefault(n, []).append(args)
-            )
-            with torch.no_grad():
-                model.run(0, state, block.arguments)
-            handle.remove()
-    first = [x for owner, x, _ in known if owner.k == 64 and x.ndim == 2]
-    beside = [y for owner, x, y in known if owner.k == 64 and x.ndim == 2]
-    expected, originals = [], []
-    for expert in range(6):
-        chosen = [(index == expert).any(-1) for _, index, _ in calls["quantized"]]
-        few = sum(int(rows.sum()) for rows in chosen) < experts.fewest(64)
-        for batch, rows in enumerate(chosen):
-            rows = torch.ones_like(rows) if few else rows
-            expected.append(calls["quantized"][batch][0][rows])
-            originals.append(calls["original"][batch][0][rows])
-    seen = [x for x in first if any(x.shape == e.shape and torch.allclose(x, e) for e in expected)]
-    assert len(seen) >= len(expected)
-    both = zip(first[: 2 * len(expected)], beside, strict=False)
-    pairs = [(x, y) for x, y in both if y is not None]
-    assert all(
-        any(y.shape == o.shape and torch.allclose(y, o, atol=1e-6) for o in originals)
-        for x, y in pairs
-        if any(x.shape == e.shape and torch.allclose(x, e) for e in expected)
+            block.model.blocks[0].get_submodule(linear).weight = torch.nn.Parameter(solved.decoded)
+    calls = calls_of(block, inputs.quantized)
+    xs, ys = (torch.cat([call[0] for call in each]) for each in (calls, originals))
+    index, other = (torch.cat([call[1] for call in each]) for each in (calls, originals))
+    assert not torch.equal(index, other)  # the two models route some tokens differently
+    assert len(known) == 6
+    for expert, (hessian, drift) in enumerate(known):
+        rows = (index == expert).any(-1)
+        assert rows.sum() >= experts.fewest(64)
+        x, y = xs[rows], ys[rows]
+        torch.testing.assert_close(hessian, x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(drift, (y - x).T @ x / len(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def calls_of(block, states):
+    """What the router gives the experts for each batch. The block must be filled."""
+    seen = []
+    handle = block.model.blocks[0].mlp.experts.register_forward_pre_hook(
+        lambda module, args: seen.append(args)
     )
+    for state in states:
+        block.model.run(0, state, block.arguments)
+    handle.remove()
+    return seen
 
 
 def starved(path, expert):
@@ -278,7 +273,7 @@ def starved(path, expert):
 
 def test_an_expert_without_tokens_is_calibrated_on_all_and_listed(tmp_path, text):
     source = starved(write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM"), 2)
-    report = quantize(job(source, tmp_path / "out", text))
+    report = quantize(asked(source, tmp_path / "out", text))
     noted = [layer for layer in report["layers"] if layer["note"]]
     rare = [layer for layer in noted if layer["name"].startswith("model.layers.0.mlp.experts.2.")]
     assert [layer["name"].rpartition(".")[2] for layer in rare] == [
@@ -294,7 +289,7 @@ def test_an_expert_without_tokens_is_calibrated_on_all_and_listed(tmp_path, text
 
 def test_a_stopped_job_ends_in_the_same_bytes(tmp_path, text, monkeypatch):
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM")
-    whole = job(source, tmp_path / "whole", text)
+    whole = asked(source, tmp_path / "whole", text)
     quantize(whole)
     parts = replace(whole, output=tmp_path / "parts")
     stop_before_the_end(monkeypatch, parts)
@@ -315,7 +310,7 @@ SCHEMES = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_takes_experts(tmp_path, text, scheme):
     source = write_checkpoint(tmp_path / "source", "Qwen2MoeForCausalLM", num_hidden_layers=1)
-    quantize(job(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
+    quantize(asked(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
     assert verify(tmp_path / "out")["problems"] == []
     model, _ = load(tmp_path / "out", dtype=torch.float32)
     ids = torch.randint(3, 100, (1, 20))
@@ -328,15 +323,17 @@ def test_every_scheme_takes_experts(tmp_path, text, scheme):
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_training_follows_the_routing(tmp_path, text, monkeypatch):
+def test_training_follows_the_routing(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune, "SCALES", 2e-3)
     monkeypatch.setattr(finetune, "TOKENS", 512)
     monkeypatch.setattr(distill, "TOKENS", 512)
+    (tmp_path / "prose.txt").write_text(read_documents("sample")[0][:40_000])
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM", num_hidden_layers=1)
-    changes = {"scheme": W4A16(3, 32, False), "nsamples": 24, "steps": 30, "end_to_end": 15}
-    report = quantize(job(source, tmp_path / "out", text, method="finetune", **changes))
+    changes = {"scheme": W4A16(3, 32, False), "nsamples": 96, "steps": 30, "end_to_end": 15}
+    changes |= {"method": "finetune", "data": str(tmp_path / "prose.txt")}
+    report = quantize(asked(source, tmp_path / "out", "", **changes))
     (gain,) = report["training"]["blocks"]
-    assert gain["kept"] and gain["after"] < 0.95 * gain["before"]
+    assert gain["kept"] and gain["after"] < 0.95 * gain["before"]  # measured: 0.84
     whole = report["training"]["whole_model"]
     assert whole["kept"] and whole["after"] < whole["before"]
     assert verify(tmp_path / "out")["problems"] == []
@@ -347,7 +344,7 @@ def test_training_follows_the_routing(tmp_path, text, monkeypatch):
 
 def test_plan_counts_what_the_job_writes(made, text):
     architecture, source, out, report = made
-    told = plan(job(source, None, text))
+    told = plan(asked(source, None, text))
     assert told["totals"]["quantized"] == len(report["layers"])
     written = sum(entry.nbytes for entry in Checkpoint(out).entries.values())
     assert told["totals"]["bytes_after"] == written
@@ -381,7 +378,7 @@ def test_bad_experts_are_one_clear_error(tmp_path, text, case):
     change, told = BAD[case]
     path = damaged(write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM"), change)
     with pytest.raises(UserError, match=told):
-        quantize(job(path, tmp_path / "out", text))
+        quantize(asked(path, tmp_path / "out", text))
     with pytest.raises(UserError, match=told):
         load(path)
     assert len(verify(path)["problems"]) == 1
