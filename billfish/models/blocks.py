@@ -21,7 +21,7 @@ from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
-from billfish.models.experts import Experts, Lend, split_experts
+from billfish.models.experts import Experts, Lend, idle_experts, split_experts
 
 Shape = tuple[int, ...]  # (batch, length)
 
@@ -232,7 +232,8 @@ class StreamedModel:
             raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
-        self._forward(ids)
+        with idle_experts(self.blocks[0]):
+            self._forward(ids)
         handle.remove()
         self.drop(self.block_prefix(0))
         return found[0]

@@ -28,6 +28,7 @@ from billfish.models.passes import (
 )
 from billfish.offline.activations import Activations
 from billfish.offline.experts import ExpertsJob
+from billfish.offline.streaming import return_freed_memory
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
 from billfish.solvers.methods import Method
@@ -70,6 +71,7 @@ class BlockJob:
         if self.arguments is None:
             for path in self.paths:
                 self._quantize([path], self._weights([path]), None, on_linear)
+                return_freed_memory()
         elif self.method.refine is not None and self.paths:
             return self._solve_and_refine(activations, on_linear, self.method.refine)
         elif self.method.follows_original:

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from billfish.models.blocks import StreamedModel
 from billfish.models.experts import Experts, routed
 from billfish.models.passes import Call
+from billfish.offline.streaming import return_freed_memory
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
 from billfish.solvers.methods import Method
@@ -88,6 +89,8 @@ class ExpertsJob:
         for expert in range(count):
             one = _Expert(self, expert, calls, originals, here, there, on_linear)
             one.solve(outputs, expected)
+            del one
+            return_freed_memory()
         return (
             [y.to(x.dtype) for y, (x, _, _) in zip(outputs, calls, strict=True)],
             [y.to(x.dtype) for y, (x, _, _) in zip(expected, originals, strict=True)],
