@@ -15,6 +15,7 @@ from billfish.checkpoints.config import read_json
 from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
+from billfish.models.experts import Experts
 from billfish.offline.costs import Linear, estimate
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.task import Task
@@ -80,10 +81,18 @@ def find_linears(task: Task) -> list[Linear]:
     model = task.model.model
     text = model.config.get_text_config()
     styles = {**(getattr(text, "base_model_tp_plan", None) or {}), **(model._tp_plan or {})}
-    return [
-        Linear(module, n, k, reason, tp_axis(module, styles))
-        for module, n, k, reason in task.select_linears()
-    ]
+    experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+    active = getattr(text, "num_experts_per_tok", None)
+    found = []
+    for module, n, k, reason in task.select_linears():
+        owner = experts.get(module.rsplit(".", 2)[0])
+        if owner is None:
+            found.append(Linear(module, n, k, reason, tp_axis(module, styles)))
+        else:  # split like a dense MLP's, whatever transformers' plan says of the fused ones
+            axis = "k" if module.endswith(f".{owner.leaves[2]}") else "n"
+            share = active / owner.count if isinstance(active, int) else 1.0
+            found.append(Linear(module, n, k, reason, axis, min(share, 1.0)))
+    return found
 
 
 def tp_axis(module: str, styles: dict[str, str]) -> str | None:

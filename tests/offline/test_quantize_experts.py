@@ -350,6 +350,29 @@ def test_plan_counts_what_the_job_writes(made, text):
     assert told["totals"]["bytes_after"] == written
     gates = [row for row in told["layers"] if "decides which experts" in (row["skip"] or "")]
     assert len(gates) == (4 if architecture == "Qwen2MoeForCausalLM" else 2)
+    # An expert's down is cut along its inputs: a shard must hold whole groups of 32.
+    wide = 128 if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") else 64
+    leaf = "w2" if architecture == "MixtralForCausalLM" else "down_proj"
+    (down,) = [row for row in told["layers"] if row["module"].endswith(f"0.mlp.experts.1.{leaf}")]
+    assert down["tp"] == [degree for degree in (1, 2, 4, 8) if wide // degree % 32 == 0]
+
+
+def test_plan_counts_one_expert_in_memory_and_the_tokens_it_gets(tmp_path, text):
+    """Twice as many experts: as much memory for the block, and hardly more time for passes."""
+    few, many = (
+        plan(
+            asked(
+                write_checkpoint(tmp_path / str(n), "Qwen3MoeForCausalLM", num_experts=n),
+                None,
+                text,
+            )
+        )["estimates"]
+        for n in (8, 16)
+    )
+    router = 2 * 2 * 8 * 64 * 4  # bytes of 8 more rows, in both models
+    assert many["memory"]["block"] - few["memory"]["block"] <= router
+    flops = [e["time"]["passes"] * e["rates"]["running"] for e in (few, many)]
+    assert flops[0] <= flops[1] < 1.1 * flops[0]
 
 
 def damaged(path, change):
