@@ -45,7 +45,7 @@ types: $(VENV)/.test
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-# Opt-in: stock vLLM in an environment of its own (several GB), on the CPU.
+# Opt-in: vLLM, stock and with our plug-in, in an environment of its own (several GB), on the CPU.
 test-vllm: $(VENV)/.test
 	bash scripts/test_vllm.sh
 

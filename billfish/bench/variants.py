@@ -42,6 +42,7 @@ class GenerateRequest:
     bandwidth: float | None = None  # bytes a second
     dtype: str = "auto"  # to compute with packed or stored weights; dense variants name theirs
     group_size: int = 128
+    head_bits: int | None = None  # of a random model's lm_head where its linears are packed
     max_batched_tokens: int | None = None  # of a step; None: the engine's default
     energy: bool = False  # measure joules as well
     price: float | None = None  # of a kilowatt hour, in any currency; for the cost of tokens
@@ -70,6 +71,17 @@ class GenerateRequest:
                     f"variant {variant}: a checkpoint runs with the weights it has. Write "
                     f"{STORED}+{variant.kv}; or take --random, for its shape alone."
                 )
+        if self.head_bits is not None and not self.random:
+            raise UserError(
+                f"--head-bits {self.head_bits}: a checkpoint runs with the head it has. Leave it "
+                "out, or take --random, for the checkpoint's shape alone."
+            )
+        if self.head_bits is not None and not any(map(self.head_of, self.variants)):
+            told = ", ".join(map(str, self.variants))
+            raise UserError(
+                f"--head-bits {self.head_bits}: {told} has dense weights, and a dense head. Add a "
+                f"variant such as {DEFAULT}+kv16, or leave it out."
+            )
         if self.random:
             for variant in self.variants:
                 self.scheme(variant)  # raises if the group size is invalid
@@ -79,6 +91,10 @@ class GenerateRequest:
         if variant.weights not in SCHEMES:
             return None
         return with_options(variant.weights, group_size=self.group_size)
+
+    def head_of(self, variant: ModelVariant) -> int | None:
+        """Bits of a random model's head; None: dense, as the linears of a dense model."""
+        return self.head_bits if variant.weights in SCHEMES else None
 
     @property
     def tokens(self) -> int:  # of one sequence, prompt and text

@@ -5,14 +5,21 @@ one shard at a time. After a failure the target is removed.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from billfish.checkpoints.dialects import dialects, read_dialect
-from billfish.checkpoints.packed import PackedLinear, packed_linears, read_quantization_config
+from billfish.checkpoints.packed import (
+    PackedLinear,
+    by_module,
+    packed_linears,
+    read_quantization_config,
+)
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import QUANTIZED, read_tensors, write_tensors
 from billfish.checkpoints.write import (
     copy_companions,
     finish,
@@ -52,6 +59,7 @@ def convert(source: Path, target: Path, to: str) -> dict[str, Any]:
     target.mkdir(parents=True, exist_ok=True)
     try:
         shards = write_shards(checkpoint, target, layers, dialect, read_dialect(config))
+        write_origin(checkpoint, target, shards)
         copy_companions(source, target)
         if writer.legacy_config is not None:
             write_json(target / writer.legacy_config, config)
@@ -103,6 +111,21 @@ def write_shards(
                 tensors.update(translate(checkpoint, unit, source, writer))
         write_shard(target / shard, tensors)
     return shards
+
+
+def write_origin(checkpoint: Checkpoint, target: Path, shards: list[str]) -> None:
+    """The tensor manifest of the source, if it has one, with the names that linears have now."""
+    placed = read_tensors(checkpoint.path)
+    if placed is None:
+        return
+    now = by_module(Checkpoint.of_files([str(target / shard) for shard in shards]))
+    for name, each in placed.items():
+        if each.how == QUANTIZED:
+            modules = dict.fromkeys(full.rpartition(".")[0] for full in each.names)
+            parts = [item for module in modules for item in now[module].items()]
+            names = tuple(full for part, full in parts if part != "bias")
+            placed[name] = replace(each, names=names)
+    write_tensors(target, placed, [target / shard for shard in shards])
 
 
 def dense(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from billfish.checkpoints.header import Entry
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import Placed, place
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
 # Model types whose files hold (experts, inputs, outputs) of a layer in one tensor, gates and ups of
 # gate_up_proj taking turns, and biases (experts, outputs).
 FUSED_TYPES = ("gpt_oss",)
-FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
+FUSED = re.compile(r"((?:model\.)?layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
 SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 # Part of a fused tensor -> the linears in it: name, first output, step to the next.
 PARTS = {
@@ -36,7 +37,7 @@ class Unfused(Checkpoint):
     expert is read at a time."""
 
     def __init__(self, source: Checkpoint) -> None:
-        self.path, self.config = source.path, source.config
+        self.path, self.config, self.held = source.path, source.config, source.entries
         self.entries: dict[str, Entry] = {}
         self._places: dict[str, tuple[str, int, int, int]] = {}  # fused tensor, expert, first, step
         for name, entry in source.entries.items():
@@ -54,6 +55,10 @@ class Unfused(Checkpoint):
                     self.entries[single] = replace(entry, shape=shape, nbytes=size)
                     self._places[single] = name, expert, first, step
 
+    def fused_name(self, name: str) -> str | None:
+        """The tensor in the files that this one is a part of."""
+        return self._places[name][0] if name in self._places else None
+
     def tensor(self, name: str) -> Tensor:
         if name not in self._places:
             return super().tensor(name)
@@ -68,6 +73,23 @@ def unfused(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.config.get("model_type") in FUSED_TYPES:
         return Unfused(checkpoint)
     return checkpoint
+
+
+def by_source(checkpoint: Checkpoint, placed: Mapping[str, Placed]) -> dict[str, Placed]:
+    """What became of each tensor in the files, from what became of those that `checkpoint` shows:
+    all that the parts of a fused tensor became."""
+    if not isinstance(checkpoint, Unfused):
+        return dict(placed)
+    names: dict[str, list[str]] = {}
+    found = {}
+    for name, each in placed.items():
+        source = checkpoint.fused_name(name)
+        if source is None:
+            found[name] = each
+            continue
+        names.setdefault(source, []).extend(each.names)
+        found[source] = place(checkpoint.held[source], each.how, names[source])
+    return found
 
 
 def fused(shapes: Mapping[str, Shape], model_type: Any) -> dict[str, Shape]:

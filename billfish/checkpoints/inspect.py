@@ -12,6 +12,7 @@ from typing import Any
 
 from billfish.checkpoints.packed import PackedLinear, by_module, measure, recognize
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED, Placed, counts, dtype_name, read_tensors
 from billfish.checkpoints.write import MANIFEST
 from billfish.errors import UserError
 from billfish.schemes.dialect import Dialect
@@ -43,6 +44,11 @@ def describe(
             except UserError as error:
                 problems.append(f"{module}: {error}")
 
+    placed: dict[str, Placed] | None = None
+    try:
+        placed = read_tensors(path)
+    except UserError as error:
+        problems.append(str(error))
     kinds = {} if dialect is None else dialect.kinds
     rows: Rows = {}
     nbytes = Counter({"packed": 0, "scales": 0, "zeros": 0, "other": 0, "dense": 0})
@@ -93,6 +99,7 @@ def describe(
             for file, count in sorted(tensors_in.items())
         ],
         "kinds": list(rows.values()),
+        "source": origin(placed),
         "problems": problems,
         "tensors": [
             {
@@ -105,6 +112,14 @@ def describe(
             for tensor, entry in checkpoint.entries.items()
         ],
     }
+
+
+def origin(placed: dict[str, Placed] | None) -> dict[str, Any] | None:
+    """What became of the source's tensors, as the tensor manifest says; None without one."""
+    if placed is None:
+        return None
+    copied = sorted(name for name, each in placed.items() if each.how == COPIED)
+    return {"tensors": len(placed), **counts(placed), "copied_names": copied}
 
 
 def add_row(
@@ -123,7 +138,3 @@ def add_row(
     row["count"] += 1
     row["bytes"] += nbytes
     row["bits_per_weight"] = row["bytes"] * 8 / max(row["count"] * prod(shape), 1)
-
-
-def dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

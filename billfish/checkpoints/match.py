@@ -25,6 +25,7 @@ from billfish.errors import UserError
 
 POOLER = re.compile(r"\bpooler\b")  # sentence-transformers checkpoints leave it out, unused
 Problem = tuple[str, str]  # name of a tensor, and a sentence about it
+IN_FILES = "is in the files"
 # Held while transformers builds a model. It patches PreTrainedModel meanwhile: two threads that
 # restore it in the wrong order leave every later model of the process without tied weights.
 BUILDING = RLock()
@@ -136,11 +137,34 @@ def differences(info: Mapping[str, Any], model: str, spare: Container[str] = ())
         if not POOLER.search(name)
     ]
     more = [
-        (name, f"is in the files, and {model} has no such tensor.")
+        (name, f"{IN_FILES}, and {model} has no such tensor.")
         for name in sorted(info["unexpected_keys"])
         if name not in spare
     ]
     return wrong + missing + more
+
+
+def parts_of_their_own(checkpoint: Checkpoint, found: list[Problem]) -> set[str]:
+    """Tensors in the files that the model lacks and does not miss: whole modules beside its own (a
+    draft for speculative decoding, a head of training). Tensors inside its blocks, more blocks than
+    config.json says and parameters of its own modules are none: a config of another model."""
+    lacking = {name for name, told in found if told.startswith(IN_FILES)}
+    known = {path for name in checkpoint if name not in lacking for path in _paths(name)}
+    own = set()
+    for name in lacking:
+        inside = [path for path in _paths(name) if path in known]
+        beside = name.removeprefix(inside[-1] + ".") if inside else name
+        first, dot, _ = beside.partition(".")
+        numbered = any(part.isdigit() for path in inside for part in path.split("."))
+        if dot and not first.isdigit() and not numbered:
+            own.add(name)
+    return own
+
+
+def _paths(name: str) -> list[str]:
+    """The modules that a tensor is in, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def refuse(checkpoint: Checkpoint, found: list[Problem]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.dialects import read_dialect
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import copied
 from billfish.errors import UserError
 from billfish.schemes.base import Scheme
 from billfish.schemes.dialect import Dialect, check_stored, refuse_unknown
@@ -85,7 +86,7 @@ def packed_linears(checkpoint: Checkpoint, dialect: Dialect | None) -> Iterator[
                 found = measure(checkpoint, dialect, module, names)
                 refuse_unknown(dialect, found.scheme, names)
                 check_bias(checkpoint, names, found.n)
-                small = _small_tensors(checkpoint, dialect, found.scheme, names)
+                small = small_tensors(checkpoint, dialect, found.scheme, names)
                 check_stored(dialect, found.scheme, small, found.n, found.k)
             except UserError as error:
                 raise UserError(f"{checkpoint.path}: {module}: {error}") from None
@@ -102,14 +103,14 @@ def measure(
             f"{dialect.words} is there, and the quantization_config says this layer is not "
             "quantized. One of them belongs to another checkpoint."
         )
-    stored = _small_tensors(checkpoint, dialect, scheme, names)
+    stored = small_tensors(checkpoint, dialect, scheme, names)
     scheme = dialect.resolve_scheme(scheme, stored)
     n, k = dialect.size(scheme, stored)
     names = {part: name for part, name in names.items() if part != "bias"}
     return PackedLinear(module, scheme, n, k, names)
 
 
-def _small_tensors(
+def small_tensors(
     checkpoint: Checkpoint, dialect: Dialect, scheme: Scheme, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Tensors of one layer: one-dimensional ones (weight_shape, g_idx) are read, the others are on
@@ -140,8 +141,9 @@ def check_bias(checkpoint: Checkpoint, names: Mapping[str, str], n: int) -> None
 def unpacked(
     checkpoint: Checkpoint, dialect: Dialect | None
 ) -> tuple[dict[str, Shape], frozenset[str]]:
-    """Name -> shape as if every packed linear were dense, to compare with the model class. And the
-    biases of packed linears, which the model may lack: AutoGPTQ wrote zero biases."""
+    """Name -> shape as if every packed linear were dense, to compare with the model class. And what
+    the model may lack: biases of packed linears (AutoGPTQ wrote zero biases) and tensors that the
+    tensor manifest calls no part of it."""
     packed = {found.module: found for found in packed_linears(checkpoint, dialect)}
     shapes: dict[str, Shape] = {}
     for module, names in by_module(checkpoint).items():
@@ -149,4 +151,5 @@ def unpacked(
             shapes[f"{module}.weight"] = (packed[module].n, packed[module].k)
             names = {part: name for part, name in names.items() if part == "bias"}
         shapes |= {name: checkpoint.entries[name].shape for name in names.values()}
-    return shapes, frozenset(f"{module}.bias" for module in packed)
+    spare = frozenset(f"{module}.bias" for module in packed)
+    return shapes, spare | copied(checkpoint.path)

@@ -20,13 +20,17 @@ from billfish.checkpoints.kv_file import KV_FILE, read_kv
 from billfish.checkpoints.match import Problem, architecture, check_generation, problems
 from billfish.checkpoints.packed import PackedLinear, by_module, check_bias, measure, recognize
 from billfish.checkpoints.read import INDEX, SINGLE, Checkpoint, check_counts
+from billfish.checkpoints.tensors import COPIED, TENSORS, differences, read_tensors
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.checkpoints.unfinished import JOB
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 from billfish.schemes.dialect import Dialect
 
-COUNTED = ("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters")
+COUNTED = (
+    *("files", "hashes", "tensors", "bytes", "packed_linears", "dense_tensors", "parameters"),
+    "source_tensors",  # that the tensor manifest traces
+)
 WRITERS = ("ForCausalLM", "LMHeadModel")
 T = TypeVar("T")
 
@@ -38,6 +42,7 @@ def verify(path: Path) -> dict[str, Any]:
     survey = Survey(path)
     survey.check_manifest()
     survey.check_tensors()
+    survey.check_placed()
     survey.check_kv()
     survey.check_tokenizer()
     return {"ok": not survey.problems, "checked": dict(survey.checked), "problems": survey.problems}
@@ -49,6 +54,7 @@ class Survey(Checkpoint):
         self.problems: list[dict[str, str | None]] = []
         self.checked: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.lost: set[str] = set()  # missing tensors that are reported already
+        self.placed = self.attempt(TENSORS, lambda: read_tensors(path))
         if (path / JOB).is_dir():
             way_out = "Run the same `billfish quantize` again: it goes on where it stopped."
             self.complain(JOB, None, f"the job that writes this directory is unfinished. {way_out}")
@@ -113,6 +119,17 @@ class Survey(Checkpoint):
         self.checked["hashes"] = len(hashes)
         for file, problem in files.check_manifest(self.path):
             self.complain(file, None, problem)
+
+    def check_placed(self) -> None:
+        """Compare with the tensor manifest: whether all that the source had is there."""
+        if self.placed is None or not self.whole:
+            return
+        self.checked["source_tensors"] = len(self.placed)
+        told = {problem["tensor"] for problem in self.problems if problem["tensor"]} | self.lost
+        told |= {part for name in told if name in self.placed for part in self.placed[name].names}
+        for name, problem in differences(self.placed, self.entries):
+            if name not in told:
+                self.about(name, problem)
 
     # -- tensors
 
@@ -217,7 +234,8 @@ class Survey(Checkpoint):
         told = {problem["tensor"] for problem in self.problems}
         told |= {name for name, shape in shapes.items() if shape == () and name not in self}
         packed = {name.removesuffix("weight") + "bias" for name in shapes if name not in self}
-        found = self.attempt(CONFIG, lambda: self.compare(shapes, packed))
+        spare = packed | {name for name, p in (self.placed or {}).items() if p.how == COPIED}
+        found = self.attempt(CONFIG, lambda: self.compare(shapes, spare))
         for name, sentence in found or ():
             if name not in told:
                 self.about(name, sentence)

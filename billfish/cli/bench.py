@@ -200,6 +200,9 @@ def generate(
     group_size: Annotated[
         int, typer.Option(help="Of random w4a16 weights; -1: a whole row.")
     ] = 128,
+    head_bits: Annotated[
+        int | None, typer.Option(metavar="8|4", help="Of lm_head where random weights are packed.")
+    ] = None,
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of a step; default: the engine's.")
     ] = None,
@@ -257,6 +260,7 @@ def generate(
             bandwidth=None if bandwidth is None else bandwidth * 1e12,
             dtype=dtype.value,
             group_size=group_size,
+            head_bits=head_bits,
             max_batched_tokens=max_batched_tokens,
             energy=energy,
             price=price,

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 from billfish.cli import show
 
 PARTS = 4  # of distillation: a line is printed after each
+CHECKING = "comparing with the original"
 
 Tell = Callable[[Any], None]
 
@@ -40,7 +41,9 @@ class _Drawn:
     def __call__(self, told: Any) -> None:
         _print_note(told)
         distilling = told.block == told.blocks
-        if told.linear is not None:
+        if told.checked is not None:
+            self._draw(told, CHECKING, told.checked, told.blocks)
+        elif told.linear is not None:
             error = "" if told.error is None else f"  error {told.error:.2e}"
             self.bar.update(self.task, description=escape(told.linear + error), refresh=True)
         elif distilling and told.step is not None:
@@ -74,7 +77,10 @@ class _Lines:
     def __call__(self, told: Any) -> None:
         _print_note(told)
         distilling = told.block == told.blocks
-        if told.linear is not None:
+        if told.checked is not None:
+            if told.checked == 1:
+                self._print(CHECKING)
+        elif told.linear is not None:
             self.errors += [] if told.error is None else [told.error]
         elif told.step is None:
             self._print(*([_gained(told, "end to end: KL")] if distilling else self._block(told)))

@@ -64,6 +64,15 @@ GroupSize = Annotated[
         "and 32 that divides every k.",
     ),
 ]
+HeadBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="8|4",
+        help="Pack the head (lm_head), too, in so many bits, symmetric, in the largest groups that "
+        "fit; without it the head stays in 16 bits. A head that is tied to the embedding is stored "
+        "beside it.",
+    ),
+]
 AllowSkipped = Annotated[
     bool,
     typer.Option(
@@ -103,6 +112,7 @@ def plan(
     bits: Bits = None,
     bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
+    head_bits: HeadBits = None,
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
     parameters: Set = None,
@@ -135,6 +145,7 @@ def plan(
         seed=seed,
         device=device,
         allow_skipped=allow_skipped,
+        head_bits=head_bits,
     )
     show.present(make_plan(request), json_, show.plan)
 
@@ -149,6 +160,7 @@ def quantize(
     bits: Bits = None,
     bits_budget: BitsBudget = None,
     group_size: GroupSize = "auto",
+    head_bits: HeadBits = None,
     allow_skipped: AllowSkipped = False,
     sym: Symmetric = None,
     parameters: Set = None,
@@ -170,6 +182,13 @@ def quantize(
         str | None,
         typer.Option(help="kv4: also calibrate the 4-bit KV cache with --data, and store it."),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Run the result against the original on a few texts and say if it is broken.",
+        ),
+    ] = True,
     json_: Json = False,
 ) -> None:
     """Quantize a checkpoint. If it is interrupted, the same command resumes it."""
@@ -192,7 +211,9 @@ def quantize(
         seed=seed,
         device=device,
         allow_skipped=allow_skipped,
+        head_bits=head_bits,
         kv=kv,
+        check=check,
     )
     with progress(quiet=json_) as tell:
         result = run(request, resume, tell)

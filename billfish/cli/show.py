@@ -93,16 +93,55 @@ def quantized(result: Result) -> None:
             ("scheme", f"{_scheme(result['scheme'])}, {result['method']}, {len(layers)} linears"),
             ("size", f"{size(before)} -> {size(after)} ({before / after:.2f}x smaller)"),
             ("true bits", f"{bits:.3f} per quantized weight, scales and zeros included"),
+            *[("head", _head(told)) for told in [result.get("head")] if told],
             *[("training", told) for told in [_training(result)] if told],
+            ("check", checked(result.get("check"))),
             ("time", duration(result["seconds"])),
         ]
     )
+    _copied(result.get("tensors"))
     _warn(result["warnings"])
     for place, why in _training_notes(result["training"]) if result["training"] else ():
         out.print(f"[yellow]{place}: {escape(why)}[/]")
     for layer in noted:
         out.print(f"[yellow]{escape(layer['name'])}: {escape(layer['note'])}[/]")
+    problem = (result.get("check") or {}).get("problem")
+    if problem:
+        out.print(f"[bold red]BROKEN: {escape(problem)}[/]")
+        return
     out.print(f"next: billfish generate {escape(result['output'])} --prompt 'Hello' --chat")
+
+
+def _head(told: Result) -> str:
+    """What a packed head costs and saves."""
+    added = told["bytes_added"]
+    where = (
+        f"{size(added)} more, stored beside the 16-bit embedding that it was tied to"
+        if told["tied"]
+        else f"{size(-added)} less"
+    )
+    saved = f"a decode step reads {size(told['bytes_saved_per_step'])} less"
+    return f"{_scheme(told['scheme'])}, {told['bits_per_weight']:.3f} true bits: {where}; {saved}"
+
+
+def checked(check: Result | None) -> str:
+    """What the sentinel found, in a line."""
+    if check is None:
+        return "not run"
+    worst = max((block["own_error"] or float("inf") for block in check["blocks"]), default=0.0)
+    errors = f"largest error of a block {worst:.3g}"
+    if check["greedy_tokens"] is None:
+        return f"{errors}; no head, no logits"
+    kl = "not finite" if check["kl"] is None else f"{check['kl']:.3g}"
+    same = f"{check['greedy_same']} of {check['greedy_tokens']} greedy tokens as the original"
+    return f"KL {kl} nats (equally likely tokens: {check['kl_uniform']:.3g}), {same}, {errors}"
+
+
+def _copied(tensors: Result | None) -> None:
+    if tensors and tensors["copied"]:
+        out.print(
+            f"[dim]{tensors['copied']} tensors are no part of the model: copied as they are[/]"
+        )
 
 
 def _training(result: Result) -> str:
@@ -230,6 +269,7 @@ def plan(result: Result) -> None:
                 f"{totals['bits_per_weight']:.3f} per quantized weight, "
                 f"{totals['model_bits_per_weight']:.3f} over the whole model",
             ),
+            *[("head", _head(told)) for told in [result["head"]] if told],
             ("types", f"calibrates in {result['dtype']}, stores {result['stored_dtype']}"),
             ("tensor parallel", ", ".join(map(str, tp["possible"]))),
             ("peak memory", f"about {size(guess['memory_bytes'])} (estimate)"),
@@ -239,6 +279,14 @@ def plan(result: Result) -> None:
     )
     for reason, kinds in _reasons(result["layers"]).items():
         out.print(f"[dim]in 16 bits: {escape(', '.join(kinds))}: {escape(reason)}[/]")
+    copied = result["copied"]
+    if copied:
+        total, names = (
+            size(sum(each["bytes"] for each in copied)),
+            [each["name"] for each in copied],
+        )
+        out.print(f"[dim]copied as they are, no part of the model ({total}):[/]")
+        out.print(f"[dim]  {escape(chr(10).join(names).replace(chr(10), chr(10) + '  '))}[/]")
     for count, reason in tp["impossible"].items():
         out.print(f"[dim]not at tensor parallel {count}: {escape(reason)}[/]")
     _warn(result["warnings"])
@@ -285,6 +333,11 @@ def inspection(result: Result) -> None:
         whole = f", {bits['model']:.3f} over the whole model" if bits["model"] else ""
         facts.append(("true bits", f"{bits['packed']:.4f} per packed weight{whole}"))
     facts.append(("size", f"{size(result['bytes']['total'])} in {len(result['files'])} files"))
+    if result["source"]:
+        told = ", ".join(
+            f"{result['source'][how]} {how}" for how in ("quantized", "kept", "copied")
+        )
+        facts.append(("source", f"{result['source']['tensors']} tensors: {told}"))
     if result["unsupported"]:
         facts.append(("cannot run", result["unsupported"]))
     lines(facts)
@@ -313,4 +366,5 @@ def verification(result: Result) -> None:
     out.print(
         f"{verdict}  {checked['files']} files, {checked['hashes']} hashes, "
         f"{checked['tensors']} tensors, {checked['packed_linears']} packed linears checked"
+        + (f"; all {traced} tensors of the source" if (traced := checked["source_tensors"]) else "")
     )

@@ -40,6 +40,7 @@ def report_html(result: Result) -> str:
         f"Compared with {baseline}" if baseline else None,
     ]
     cards = [*_size_card(result), *_bits_card(quantization), *_score_cards(result)]
+    cards += _check_card(quantization)
     if not _tasks(result):
         cards += _effort_cards(quantization)
     body = [Markup(f'<div class="cards">{"".join(cards)}</div>\n')] if cards else []
@@ -117,6 +118,19 @@ def _score_cards(result: Result) -> list[Markup]:
             says = f"a token; {same:.1%} same first choice"
         cards.append(page.card("KL divergence", f"{kl:.3g}", "nats", says))
     return cards
+
+
+def _check_card(quantization: Result) -> list[Markup]:
+    """What `quantize` saw when it compared its result with the original; null: it did not."""
+    check = _part(quantization, "check")
+    problem, same = check.get("problem"), number(check.get("greedy_same"))
+    if problem:
+        return [page.card("Check", "broken", "", str(problem))]
+    tokens, kl = number(check.get("greedy_tokens")), number(check.get("kl"))
+    if same is None or kl is None or not tokens:
+        return []
+    says = f"of greedy tokens as the original, after quantizing; KL {kl:.3g} nats"
+    return [page.card("Check", f"{100 * same / tokens:.0f}", "%", says)]
 
 
 def _effort_cards(quantization: Result) -> list[Markup]:

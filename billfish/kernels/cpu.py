@@ -21,6 +21,7 @@ from billfish.errors import UserError
 
 VARIABLE = "BILLFISH_CPU_ISA"
 CPUINFO = Path("/proc/cpuinfo")
+BYTES = 127 * 256 + 127  # the largest number of two signed bytes: of x in integer kernels
 
 
 @dataclass(frozen=True)

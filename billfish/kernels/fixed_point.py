@@ -8,8 +8,6 @@ import torch
 
 from billfish.kernels.llvm import F16, F32, I16, I32, Value, Writer, vector
 
-BYTES = 127 * 256 + 127  # the largest number of two signed bytes
-
 
 def step_of(w: Writer, largest: Value, top: int) -> tuple[Value, Value]:
     """The step in which the largest magnitude of a chunk (its bits in fp32) is at most `top`, which

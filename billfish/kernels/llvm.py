@@ -236,9 +236,10 @@ def load_floats(w: Writer, address: Value, dtype: torch.dtype, lanes: int) -> Va
 
 
 def _dot_vnni(w: Writer, total: Value, codes: Value, x: Value) -> Value:
-    bytes_ = vector(I8, 4 * total.lanes)
+    # LLVM 22 has bytes in its signature, earlier ones (llvmlite below 0.50) 32-bit lanes.
+    kind = vector(I8, 4 * total.lanes) if llvm.llvm_version_info[0] >= 22 else total.type
     name = f"llvm.x86.avx512.vpdpbusd.{32 * total.lanes}"
-    return w.intrinsic(name, total.type, total, codes.as_bits(bytes_), x.as_bits(bytes_))
+    return w.intrinsic(name, total.type, total, codes.as_bits(kind), x.as_bits(kind))
 
 
 def _dot_pairs(w: Writer, total: Value, codes: Value, x: Value) -> Value:

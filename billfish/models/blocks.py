@@ -5,36 +5,24 @@ frees them. Inputs of blocks are caught by module hooks instead of tracing, so a
 decoder (or encoder) is a list of blocks. Quantization is not known here.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from billfish.checkpoints.experts import COUNTS, FUSED_TYPES, SINGLE, unfused
-from billfish.checkpoints.match import BUILDING, architecture, model_config, problems, refuse
-from billfish.checkpoints.packed import recognize
+from billfish.checkpoints.experts import unfused
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
-from billfish.models.experts import Experts, Lend, idle_experts, split_experts
+from billfish.models.experts import Experts, Lend, idle_experts
+from billfish.models.skeleton import find_blocks, skeleton
 
 Shape = tuple[int, ...]  # (batch, length)
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Puts torch.empty, which allocates every large parameter, on the meta device. Buffers such as
-    rotary tables are computed as usual."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+Read = Callable[[str, torch.device], Tensor]  # name of a tensor in the checkpoint -> its value
 
 
 @dataclass(frozen=True)
@@ -46,9 +34,6 @@ class LinearName:
     weight: str
     n: int
     k: int
-
-
-RECURRENT = ("mamba", "time_mix")
 
 
 class StopForward(Exception):
@@ -68,17 +53,18 @@ class StreamedModel:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self._aliases = {alias: tied for tied in names.values() for alias in tied}
+        modules = self.model.named_modules()
+        self._experts = {name: found for name, found in modules if isinstance(found, Experts)}
         self._lent: set[str] = set()  # weights of experts: read when one runs
-        for name, module in self.model.named_modules():
-            if isinstance(module, Experts):
-                module.lend = self._lender(name)
-                inside = (f"{name}.{path}" for path, _ in module.named_parameters())
-                self._lent.update(path for path in inside if path.endswith(".weight"))
+        for name, module in self._experts.items():
+            module.lend = self._lender(name, self.read)
+            inside = (f"{name}.{path}" for path, _ in module.named_parameters())
+            self._lent.update(path for path in inside if path.endswith(".weight"))
 
-    def _lender(self, experts: str) -> Lend:
+    def _lender(self, experts: str, read: Read) -> Lend:
         # A plain function: a bound method would be copied, with the model, wherever a block is.
         def lend(expert: int, names: Sequence[str]) -> dict[str, Tensor]:
-            return {name: self.value(f"{experts}.{expert}.{name}") for name in names}
+            return {name: self._value(f"{experts}.{expert}.{name}", read) for name in names}
 
         return lend
 
@@ -86,16 +72,9 @@ class StreamedModel:
         """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
         has no prefix; old checkpoints call LayerNorm's parameters gamma and beta, GPT-NeoX's call
         the head embed_out."""
-        base = getattr(self.model, "base_model_prefix", "") + "."
         stored = {}
         for name, _ in self.model.named_parameters():
-            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-            old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
-            mixtral = name.replace(".mlp.", ".block_sparse_moe.")
-            candidates = (name, base + name, name.removeprefix(base), old, base + old, mixtral)
-            found = next(
-                (candidate for candidate in candidates if candidate in self.checkpoint), None
-            )
+            found = self._stored_name(name)
             if found is not None:
                 stored[name] = found
             elif name.startswith(self.prefix + "."):
@@ -104,6 +83,20 @@ class StreamedModel:
                     f"{type(self.model).__name__} needs. The checkpoint is incomplete."
                 )
         return stored
+
+    def _stored_name(self, name: str) -> str | None:
+        base = getattr(self.model, "base_model_prefix", "") + "."
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
+        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
+        candidates = (name, base + name, name.removeprefix(base), old, base + old, mixtral)
+        return next((candidate for candidate in candidates if candidate in self.checkpoint), None)
+
+    def strangers(self) -> list[str]:
+        """Tensors of the checkpoint that are no part of the model, neither a parameter (tied ones
+        have several names) nor a buffer."""
+        own = {self._stored_name(name) for name in self.model.state_dict()}
+        return [name for name in self.checkpoint if name not in own]
 
     @property
     def unfilled(self) -> list[str]:
@@ -147,16 +140,25 @@ class StreamedModel:
             )
         return tensor
 
-    def fill(self, prefix: str, skip: str = "\0") -> None:
-        """Load the parameters whose names start with `prefix`, except those that start with `skip`
-        and the weights of experts, which are read when they run."""
-        for name in self.stored:
-            if name.startswith(prefix) and not name.startswith(skip) and name not in self._lent:
-                self._set(name, self.value(name))
+    def fill(self, prefix: str, skip: str = "\0", read: Read | None = None) -> None:
+        """Load the parameters whose names start with `prefix`, except those that start with `skip`;
+        from the checkpoint, unless `read` gives other values for them. Weights of experts are read
+        from there whenever one runs."""
+        read = read or self.read
 
-    def value(self, name: str) -> Tensor:
-        """A parameter as the model computes with it, from the checkpoint."""
-        value = self.read(self.stored[name], self.device)
+        def chosen(name: str) -> bool:
+            return name.startswith(prefix) and not name.startswith(skip)
+
+        for name in self.stored:
+            if chosen(name) and name not in self._lent:
+                self._set(name, self._value(name, read))
+        for name, experts in self._experts.items():
+            if chosen(name):
+                experts.lend = self._lender(name, read)
+
+    def _value(self, name: str, read: Read) -> Tensor:
+        """A parameter as the model computes with it."""
+        value = read(self.stored[name], self.device)
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def drop(self, prefix: str, skip: str = "\0") -> None:
@@ -171,14 +173,17 @@ class StreamedModel:
             self.model.get_submodule(path)._parameters[leaf] = parameter
 
     @torch.no_grad()
-    def first_inputs(self, batches: list[Tensor]) -> tuple[list[Tensor], "Arguments"]:
+    def first_inputs(
+        self, batches: list[Tensor], read: Read | None = None
+    ) -> tuple[list[Tensor], "Arguments"]:
         """Inputs of block 0, (batch, length, hidden) each, and the other arguments of all blocks:
         for each (batch, length) of the batches, and for the first sequence alone.
 
-        Parameters outside the blocks (embeddings, norms) are loaded for this pass only.
+        Parameters outside the blocks (embeddings, norms) are loaded, as `fill` does, for this pass
+        only.
         """
         blocks = self.prefix + "."
-        self.fill("", skip=blocks)
+        self.fill("", skip=blocks, read=read)
         self.model.eval()
         hidden: list[Tensor] = []
 
@@ -188,18 +193,27 @@ class StreamedModel:
 
         handle = self.blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
         for ids in batches:
-            self._forward(ids)
+            self.forward(ids)
         handle.remove()
         alone = batches[0][:1]
         arguments = self._arguments({tuple(ids.shape): ids for ids in (*batches, alone)})
         self.drop("", skip=blocks)
         return [state.to(self.dtype) for state in hidden], arguments
 
-    def _forward(self, ids: Tensor) -> None:
-        """A forward pass that a hook ends by StopForward."""
+    def forward(self, ids: Tensor) -> Any:
+        """A forward pass; None if a hook ends it by StopForward."""
         extra = {} if self.is_encoder else {"use_cache": False}
         with suppress(StopForward):
-            self.model(input_ids=ids.to(self.device), **extra)
+            return self.model(input_ids=ids.to(self.device), **extra)
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, states: Tensor, as_tuple: bool) -> Tensor:
+        """What the head makes of `states`, the outputs of the last block for `ids`. Parameters
+        outside the blocks must be filled; `as_tuple`: see returns_tuple."""
+        given = (states,) if as_tuple else states
+        with self._forwards([lambda *args, **kwargs: given] * len(self.blocks)):
+            found: Tensor = self.forward(ids).logits
+        return found
 
     @property
     def is_encoder(self) -> bool:
@@ -233,7 +247,7 @@ class StreamedModel:
 
         handle = self.blocks[0].register_forward_hook(learn)
         with idle_experts(self.blocks[0]):
-            self._forward(ids)
+            self.forward(ids)
         handle.remove()
         self.drop(self.block_prefix(0))
         return found[0]
@@ -248,11 +262,19 @@ class StreamedModel:
         self.drop("", skip=blocks)
 
     def _record(self, arguments: "Arguments", ids: Tensor, as_tuple: bool) -> None:
+        shape = tuple(ids.shape)
+        made = [self._recorder(arguments, i, shape, as_tuple) for i in range(len(self.blocks))]
+        with self._forwards(made):
+            self.forward(ids)
+
+    @contextmanager
+    def _forwards(self, made: list[Callable[..., Any]]) -> Iterator[None]:
+        """Within this context these functions stand for the blocks' forward."""
         originals = [block.forward for block in self.blocks]
         try:
-            for index, block in enumerate(self.blocks):
-                block.forward = self._recorder(arguments, index, tuple(ids.shape), as_tuple)
-            self._forward(ids)
+            for block, forward in zip(self.blocks, made, strict=True):
+                block.forward = forward
+            yield
         finally:
             for block, original in zip(self.blocks, originals, strict=True):
                 del block.forward
@@ -319,71 +341,3 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: _as_dtype(item, dtype) for key, item in value.items()}
     return value
-
-
-def skeleton(checkpoint: Checkpoint) -> Any:
-    """The model that config.json describes, with parameters on the meta device; raises unless the
-    checkpoint's tensors match it."""
-    model_class, config = architecture(checkpoint), model_config(checkpoint)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
-    if checkpoint.config.get("quantization_config") is not None:
-        raise UserError(
-            f"{checkpoint.path}: is quantized already ({recognize(checkpoint)[1]}). "
-            "Start from the original, or use `billfish convert` to change its format."
-        )
-    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
-    refuse(checkpoint, problems(checkpoint, shapes, model_class=model_class, config=config))
-    with BUILDING, _EmptyOnMeta():
-        model = model_class._from_config(config)
-    experts = split_experts(model)
-    if experts and not any(SINGLE.fullmatch(name) for name in checkpoint):
-        raise UserError(
-            f"{checkpoint.path}: holds all experts of a layer in one tensor ({experts[0]}). Of "
-            f"model type {config.model_type!r} that layout is not known here; known are files with "
-            f"a tensor for each expert, and {', '.join(FUSED_TYPES)}."
-        )
-    return model
-
-
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """(name, ModuleList) of the blocks: the ModuleList with most parameters."""
-    best: tuple[int, str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            size = sum(parameter.numel() for parameter in module.parameters())
-            if best is None or size > best[0]:
-                best = (size, name, module)
-    if best is None:
-        raise UserError(f"{type(model).__name__} has no list of blocks; nothing to stream.")
-    _, name, blocks = best
-    reason = _unlike_linears(model, name, blocks)
-    if reason:
-        raise UserError(
-            f"{type(model).__name__}: {reason}. Only attention and plain linears can be quantized "
-            "for now."
-        )
-    return name, blocks
-
-
-def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str | None:
-    """Why the blocks cannot be quantized, or None: they hold weights of three dimensions (fused
-    experts, recurrent layers), or no linears."""
-    config = getattr(model, "config", None)
-    for path, module in blocks.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim != 3:
-                continue
-            where = f"{name}.{path}.{leaf}, {tuple(parameter.shape)}"
-            if isinstance(module, nn.Conv1d) or any(sign in where for sign in RECURRENT):
-                return (
-                    f"its blocks hold recurrent layers, of a state-space model or alike ({where})"
-                )
-            if any(getattr(config, key, None) for key in COUNTS):
-                return f"it is a mixture of experts in a layout that is not known here ({where})"
-            return f"its blocks hold weights of three dimensions ({where})"
-    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
-        kinds = sorted({type(module).__name__ for module in blocks.modules()} & {"Conv1D"})
-        but = " but Conv1D, GPT-2's, which store weights transposed" if kinds else ""
-        return f"its blocks ({name}) hold no nn.Linear{but}"
-    return None

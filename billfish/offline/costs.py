@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from billfish.checkpoints.write import COPIED
-from billfish.offline.task import Task
+from billfish.offline.head import portion_rows
+from billfish.offline.task import PackedHead, Task
 from billfish.offline.training_costs import (
     BYTES_SOLVED,
     measure_training,
@@ -115,7 +116,7 @@ def estimate_memory(
     once, widest = max(blocks) * width, max(k for _, k, _ in every)
     if not method.needs_data:
         block, statistics = once, 0
-        solved = max(linear.n * linear.k for linear in linears if linear.skip is None)
+        solved = max(n * k for block in block_shapes(task, linears) for n, k in block)
     elif method.follows_original:
         block, statistics = 2 * once, widest**2 * 4 * HESSIAN_COPIES
         solved = max(n * k for n, k, _ in every)
@@ -140,6 +141,8 @@ def estimate_memory(
     if any(apart):  # inputs and outputs of experts, in both models
         kept += 2 * activations
     phases = [embeddings + once, block + solver + statistics + kept, once + activations]
+    if task.head is not None:
+        phases.append(filled + head_memory(task, task.head))
     trained: dict[str, int] = {}
     if method.refine is not None:
         phases[1] += BYTES_SOLVED * max(sizes)
@@ -157,6 +160,15 @@ def estimate_memory(
     }
 
 
+def head_memory(task: Task, head: PackedHead) -> int:
+    """To quantize the head: its weight as stored and packed, a portion of rows, statistics."""
+    portion = min(head.n, portion_rows(head)) * head.k * 4 * WEIGHT_COPIES
+    specs = head.scheme.tensors(head.n, head.k, task.stored_dtype).values()
+    packed = 2 * sum(spec.nbytes for spec in specs)  # portions, and then the whole
+    statistics = head.k**2 * 4 * HESSIAN_COPIES if task.request.how.needs_data else 0
+    return task.source.entries[head.weight].nbytes + portion + packed + statistics
+
+
 def estimate_time(
     task: Task,
     linears: list[Linear],
@@ -166,6 +178,7 @@ def estimate_time(
 ) -> dict[str, Any]:
     method, rates = task.request.how, measure(task)
     every = [group for block in groups for group in block]
+    every += [] if task.head is None else [(task.head.n, task.head.k, 1.0)]
     inside = [linear for linear in linears if linear.module.startswith(task.model.prefix + ".")]
     passes = method.forwards * tokens * 2 * sum(x.n * x.k * x.share for x in inside)
     attention = 2 * tokens * min(task.request.seqlen, tokens) * 2 * task.hidden_size * len(groups)

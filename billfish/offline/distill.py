@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from billfish.models.load import rows_of
 from billfish.models.passes import rounded_input
+from billfish.models.tail import Given, as_blocks
 from billfish.offline.streaming import return_freed_memory
-from billfish.offline.task import Task
+from billfish.offline.task import PackedHead, Task
 from billfish.schemes.registry import quantizer
 from billfish.solvers import straight
 from billfish.solvers.refining import Gain
@@ -83,17 +84,6 @@ class _Block(nn.Module):
         return checkpoint(run, state, use_reentrant=False)
 
 
-class _Given(nn.Module):
-    """Stands for all blocks: returns a state that is known."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.state
-
-
 class Student:
     """The quantized model with trainable scales and norms."""
 
@@ -110,11 +100,19 @@ class Student:
             if not name.startswith(inside) and _is_norm(self.model.model, name)
         }
         del outside
+        # A packed head stays as it is: its codes in fp32 would be the largest part of training.
+        self.head = {} if task.head is None else self._decoded_head(task.head, shards[-1])
         quantized = {module for module, _, _, why in task.select_linears() if why is None}
         self.blocks = [
-            _Block(self.model.blocks[index], self._load(index, shard, quantized))
-            for index, shard in enumerate(shards[1:])
+            _Block(block, self._load(index, shard, quantized))
+            for index, (block, shard) in enumerate(zip(self.model.blocks, shards[1:], strict=False))
         ]
+
+    def _decoded_head(self, head: PackedHead, shard: Path) -> dict[str, Tensor]:
+        tensors = load_file(shard, device=str(self.device))
+        parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
+        weight = head.scheme.dequantize(parts).to(self.model.dtype)
+        return {f"{head.module}.weight": weight}
 
     def _norm(self, stored: str, tensor: Tensor) -> _Norm:
         return self.norms.setdefault(stored, _Norm(tensor))
@@ -160,7 +158,7 @@ class Student:
         self.model.fill("", skip=self.model.prefix + ".")
         self.as_tuple = self.model.returns_tuple(ids)
         with ExitStack() as stack:
-            stack.enter_context(self._as_blocks(self.blocks))
+            stack.enter_context(as_blocks(self.model, self.blocks))
             for block, parts in zip(self.model.blocks, self.linears, strict=True):
                 for path, part in parts.items():
                     if part.rounding is not None:
@@ -168,26 +166,19 @@ class Student:
             yield
         self.model.drop("", skip=self.model.prefix + ".")
 
-    @contextmanager
-    def _as_blocks(self, blocks: list[Any]) -> Iterator[None]:
-        path, _, leaf = self.model.prefix.rpartition(".")
-        parent = self.model.model.get_submodule(path)
-        before = getattr(parent, leaf)
-        setattr(parent, leaf, nn.ModuleList(blocks))
-        try:
-            yield
-        finally:
-            setattr(parent, leaf, before)
-
     def divergence(self, ids: Tensor, states: Tensor) -> Tensor:
         """KL divergence from the original's logits, nats a token. `states`: what the original's
         last block gave."""
         model, given = self.model.model, {"input_ids": ids, "use_cache": False}
         tail = {name: norm.now().to(self.model.dtype) for name, norm in self.tail.items()}
+        tail |= self.head
         with mixed_precision(self.device):
-            with torch.no_grad(), self._as_blocks([_Given((states,) if self.as_tuple else states)]):
+            known = Given((states,) if self.as_tuple else states)
+            with torch.no_grad(), as_blocks(self.model, [known]):
                 wanted = model(**given).logits.float().log_softmax(-1)
-            found = functional_call(model, tail, (), given).logits.float().log_softmax(-1)
+            # Not tied: a packed head of its own leaves the embedding as it is.
+            output = functional_call(model, tail, (), given, tie_weights=False)
+            found = output.logits.float().log_softmax(-1)
         return nn.functional.kl_div(
             found.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True
         )
@@ -203,7 +194,7 @@ class Student:
 @torch.enable_grad()
 def distill(
     task: Task,
-    shards: list[Path],  # tensors outside the blocks, then the blocks
+    shards: list[Path],  # tensors outside the blocks, then the blocks, then a packed head
     batches: list[Tensor],  # (batch, length) token ids
     states: list[Tensor],  # (batch, length, hidden): outputs of the original's last block
     tell: Callable[[int], None],

@@ -6,7 +6,7 @@ their final names. A job killed at any moment resumes from the last saved activa
 the same bytes as a job that was never stopped.
 
     out/model-00001-of-000NN.safetensors   tensors outside the blocks
-    out/model-0000i-of-000NN.safetensors   block i - 2
+    out/model-0000i-of-000NN.safetensors   block i - 2; the last one a packed head
     out/.billfish/                         while the job runs: settings, reports, activations
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from billfish.checkpoints import write as files
 from billfish.checkpoints.config import read_json
-from billfish.checkpoints.dialects import dialect_of
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED, write_tensors
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
@@ -34,20 +34,20 @@ from billfish.models.compute import name_of
 from billfish.offline.activations import Activations
 from billfish.offline.block import BlockJob
 from billfish.offline.distill import distill
-from billfish.offline.experts import rarely_reached
+from billfish.offline.head import solve_head
 from billfish.offline.kv import write_kv_file
 from billfish.offline.progress import OnProgress, Reporter
-from billfish.offline.provenance import versions
+from billfish.offline.report import REPORT, layer_entry, make_report
 from billfish.offline.request import QuantizeRequest
+from billfish.offline.sentinel import check
 from billfish.offline.streaming import BackgroundWriter, return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import Calibration
-from billfish.schemes.base import Solved, bits_per_weight
-from billfish.schemes.registry import fields
+from billfish.schemes.base import Solved
 from billfish.solvers.refining import Gain
 
-REPORT = "quantization_report.json"
 TRAINED = "end-to-end.safetensors"  # tensors that distillation changed
+CHECKED = "check.json"  # what the sentinel found
 # Tokens of a batch in the calibration passes. On a CPU this many give matrix products their full
 # speed while elementwise operations still fit in cache; a GPU needs more to be busy.
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -85,7 +85,9 @@ class Job:
         self.task, self.output, self.state = task, output, output / JOB
         self.request, self.model, self.device = task.request, task.model, task.device
         self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
-        self.shards = len(task.model.blocks) + 1
+        self.shards = len(task.model.blocks) + (1 if task.head is None else 2)
+        self.placed = task.placed()
+        self.copied = {name for name, each in self.placed.items() if each.how == COPIED}
 
     # -- resuming
 
@@ -145,13 +147,17 @@ class Job:
             for index in range(first, blocks):
                 write, gain = self._run_block(index, activations, arguments, report)
                 last = index + 1 == blocks
-                writes(partial(write, self._distills if last else writes.accepts_large))
+                writes(partial(write, self._goes_on if last else writes.accepts_large))
                 del write  # it holds the activations
                 return_freed_memory()
                 report.block(index, gain)
+        self._quantize_head(activations, report)
         activations.quantized.clear()  # distillation needs the original's
         if self._distills and data is not None:
             self._distill(data, activations.original, report)
+        activations.original.clear()
+        if self.request.check:
+            self._check(report)
         self._finish(data)
 
     def _first_block(self) -> int:
@@ -159,7 +165,7 @@ class Job:
         before it were not saved."""
         blocks = len(self.model.blocks)
         ready = next((i for i in range(blocks) if not self._block_report(i).exists()), blocks)
-        done = ready == blocks and not self._distills
+        done = ready == blocks and not self._goes_on
         if done or not self.request.how.needs_data:
             return ready
         return max((index for index in Activations.saved(self.state) if index <= ready), default=0)
@@ -204,16 +210,8 @@ class Job:
             quantized.add(linear.weight)
             tensors = solved.tensors()
             packed.update({f"{module}.{name}": tensor.cpu() for name, tensor in tensors.items()})
-            bits = bits_per_weight(self.scheme, linear.n, linear.k, self.stored_dtype)
             layers.append(
-                {
-                    "name": prefix + path,
-                    "n": linear.n,
-                    "k": linear.k,
-                    "bits_per_weight": round(bits, 4),
-                    "error": solved.error,
-                    "note": solved.note,
-                }
+                layer_entry(self.task, self.scheme, prefix + path, linear.n, linear.k, solved)
             )
             report.linear(index, prefix + path, solved)
 
@@ -248,7 +246,24 @@ class Job:
 
         return write, gain
 
-    # -- distillation
+    # -- the head and distillation
+
+    def _quantize_head(self, activations: Activations, report: Reporter) -> None:
+        head = self.task.head
+        if head is None or self._head_report.exists():
+            return
+        solved = solve_head(self.task, head, activations)
+        tensors = {f"{head.module}.{name}": tensor for name, tensor in solved.tensors().items()}
+        files.write_shard(self._shard(self.shards - 1), tensors)
+        entry = layer_entry(self.task, head.scheme, head.module, head.n, head.k, solved)
+        files.write_json(self._head_report, entry)
+        report.linear(len(self.model.blocks), head.module, solved)
+        return_freed_memory()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the outputs of the last block are needed."""
+        return self._distills or self.task.head is not None
 
     @property
     def _distills(self) -> bool:
@@ -279,6 +294,13 @@ class Job:
                     shard, {name: trained.get(name, t) for name, t in tensors.items()}
                 )
 
+    def _check(self, report: Reporter) -> None:
+        """Compare the written shards with the original."""
+        return_freed_memory()
+        if not (self.state / CHECKED).exists():
+            shards = [self._shard(i) for i in range(self.shards)]
+            files.write_json(self.state / CHECKED, check(self.task, shards, report.checked))
+
     # -- writing
 
     def _shard(self, number: int) -> Path:
@@ -287,8 +309,12 @@ class Job:
     def _block_report(self, index: int) -> Path:
         return self.state / f"block-{index:05d}.json"
 
+    @property
+    def _head_report(self) -> Path:
+        return self.state / "head.json"
+
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or name in self.copied:
             return tensor
         cast = tensor.to(self.stored_dtype)
         problem = first_nonfinite(name, cast)
@@ -303,7 +329,7 @@ class Job:
         inside = {
             name for i in range(len(self.model.blocks)) for name in self.model.stored_block(i)
         }
-        names = [name for name in self.task.source if name not in inside]
+        names = [name for name in self.task.source if name not in inside | self.task.left_out]
         files.write_shard(
             self._shard(0), {name: self._cast(name, self.model.read(name)) for name in names}
         )
@@ -335,47 +361,30 @@ class Job:
         """What training gained, for the report."""
         if self.task.training is None:
             return None
-        blocks = [read_json(self._block_report(i))["gain"] for i in range(self.shards - 1)]
+        blocks = [read_json(self._block_report(i))["gain"] for i in range(len(self.model.blocks))]
         last = self.state / TRAINED.replace("safetensors", "json")
         whole = read_json(last) if last.exists() else None
         return {**self.task.training, "blocks": blocks, "whole_model": whole}
 
     def _finish(self, data: Calibration | None) -> None:
-        request = self.request
+        request, head = self.request, self.task.head
         files.copy_companions(self.task.source.path, self.output)
         config = dict(self.task.source.config)
         config.pop("torch_dtype", None)
         config["dtype"] = name_of(self.stored_dtype)
-        config["quantization_config"] = dialect_of([self.scheme]).config_of_all(
-            self.scheme, self.task.ignored
-        )
-        files.write_index(self.output, [self._shard(i).name for i in range(self.shards)])
+        if head is not None and head.tied:
+            config["tie_word_embeddings"] = False  # the packed head is a layer of its own
+        config["quantization_config"] = self.task.quantization_config()
+        shards = [self._shard(i) for i in range(self.shards)]
+        write_tensors(self.output, self.placed, shards)
+        files.write_index(self.output, [shard.name for shard in shards])
         files.write_json(self.output / "config.json", config)
         blocks = range(len(self.model.blocks))
         layers = [layer for i in blocks for layer in read_json(self._block_report(i))["layers"]]
-        report = {
-            "scheme": fields(self.scheme),
-            "method": request.method,
-            "seed": request.seed,
-            "dtype": config["dtype"],
-            "calibration": None
-            if data is None
-            else {
-                "source": Path(data.source).name,
-                "sha256": data.sha256,
-                "nsamples": len(data.sequences),
-                "seqlen": request.seqlen,
-                "tokens": data.tokens,
-            },
-            "layers": layers,
-            "training": self._training(),
-            "skipped": self.task.skipped,
-            "warnings": [*filter(None, [self.task.warning]), *rarely_reached(layers)],
-            "bytes_before": self.task.source.nbytes,
-            "bytes_after": sum(self._shard(i).stat().st_size for i in range(self.shards)),
-            "versions": versions(),
-            "fingerprint": self.task.fingerprint(),
-        }
+        layers += [] if head is None else [read_json(self._head_report)]
+        check = read_json(self.state / CHECKED) if request.check else None
+        size = sum(shard.stat().st_size for shard in shards)
+        report = make_report(self.task, data, layers, self._training(), check, size)
         if request.kv is not None:  # the quantized model runs the calibration text as in the engine
             report["kv"] = write_kv_file(
                 self.output, request.data, request.seed, str(self.device), self.task.kv_dtype

@@ -13,10 +13,12 @@ from typing import Any
 
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tensors import COPIED
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
 from billfish.models.experts import Experts
 from billfish.offline.costs import Linear, estimate
+from billfish.offline.head import head_facts
 from billfish.offline.request import QuantizeRequest
 from billfish.offline.task import Task
 from billfish.schemes.base import Scheme, bits_per_weight
@@ -46,6 +48,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "method": request.method,
         "training": task.training,
         "scheme": fields(task.scheme),
+        "head": None if task.head is None else head_facts(task, task.head),
         "stored_dtype": name_of(task.stored_dtype),
         "dtype": name_of(task.dtype),
         "device": str(task.device),
@@ -57,6 +60,11 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
             "tokens": tokens,
         },
         "layers": rows,
+        "copied": [
+            {"name": name, **each.fields(), "bytes": source.entries[name].nbytes}
+            for name, each in task.placed().items()
+            if each.how == COPIED
+        ],
         "totals": {
             "linears": len(rows),
             "quantized": len(made),
@@ -109,7 +117,7 @@ def tp_axis(module: str, styles: dict[str, str]) -> str | None:
 
 
 def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
-    n, k, scheme = linear.n, linear.k, task.scheme
+    n, k, scheme = linear.n, linear.k, task.scheme_of(linear.module)
     stored = task.model.stored.get(f"{linear.module}.weight")  # None: tied to another tensor
     before = 0 if stored is None else task.source.entries[stored].nbytes
     parts = {"weight": n * k * task.stored_dtype.itemsize if stored else 0}
@@ -135,22 +143,19 @@ def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
 
 
 def result_bytes(task: Task) -> dict[str, int]:
-    """Tensor of the source -> its bytes in the result."""
-    packed = {
-        task.model.stored[f"{module}.weight"]: sum(
-            spec.nbytes for spec in task.scheme.tensors(n, k, task.stored_dtype).values()
-        )
-        for module, n, k, skip in task.select_linears()
-        if skip is None
-    }
-    return {
-        name: packed[name]
-        if name in packed
-        else prod(entry.shape) * task.stored_dtype.itemsize
-        if entry.dtype.is_floating_point
-        else entry.nbytes
-        for name, entry in task.source.entries.items()
-    }
+    """Weight, by its name in the source, or in the model if that has none -> its bytes in the
+    result. A packed head that was tied has none, and is stored beside the embedding."""
+    width, sizes = task.stored_dtype.itemsize, {}
+    copied = {name for name, each in task.placed().items() if each.how == COPIED}
+    for name, entry in task.source.entries.items():
+        cast = name not in copied and entry.dtype.is_floating_point
+        sizes[name] = prod(entry.shape) * width if cast else entry.nbytes
+    for module, n, k, skip in task.select_linears():
+        if skip is None:
+            weight = f"{module}.weight"
+            specs = task.scheme_of(module).tensors(n, k, task.stored_dtype).values()
+            sizes[task.model.stored.get(weight, weight)] = sum(spec.nbytes for spec in specs)
+    return sizes
 
 
 # -- tensor parallelism
@@ -198,7 +203,7 @@ def model_degrees(task: Task, linears: list[Linear]) -> dict[str, Any]:
 
 def warnings(task: Task, estimates: dict[str, Any]) -> list[str]:
     """Sentences about what may stop the job although it is not refused."""
-    said = [task.warning] if task.warning else []
+    said = [*task.warnings]
     output = task.request.output
     if output is not None:
         said += output_warnings(task, output)

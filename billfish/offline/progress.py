@@ -19,7 +19,8 @@ from billfish.solvers.refining import Gain
 @dataclass(frozen=True)
 class Progress:
     """Reported after every linear, after some steps of training and, with `linear` and `step` None,
-    after every block. Distillation reports as a block after the last."""
+    after every block. Distillation reports as a block after the last, and so does the sentinel,
+    with `checked`."""
 
     block: int
     blocks: int
@@ -29,6 +30,7 @@ class Progress:
     step: int | None = None  # of training
     steps: int = 0
     gain: Gain | None = None  # of a block, if it was trained
+    checked: int | None = None  # blocks that the sentinel has compared
     seconds_left: float | None = None
 
 
@@ -76,6 +78,10 @@ class Reporter:
         if block + 1 == self.blocks and self.pace is not None:
             self.pace *= self.relative_step
         self.tell(Progress(block, self.blocks, gain=gain, seconds_left=left))
+
+    def checked(self, blocks: int) -> None:
+        """After the sentinel has compared some blocks."""
+        self.tell(Progress(self.blocks, self.blocks, checked=blocks))
 
     def _after(self, block: int, seconds: list[float]) -> float | None:
         """Seconds from the end of `block` to that of the job, if blocks take `seconds`; None if

@@ -30,10 +30,12 @@ class QuantizeRequest:
     dtype: str | torch.dtype = "auto"  # compute dtype of the calibration passes
     # Dtype of stored scales and of tensors left unquantized; None: the model's, or bf16 for fp32.
     stored_dtype: torch.dtype | None = None
+    head_bits: int | None = None  # 8 or 4: pack the head (lm_head), too; None: it stays in 16 bits
     kv: str | None = None  # kv4: also calibrate the 4-bit KV cache, on the same text
     allow_skipped: bool = False  # accept a scheme that leaves many weights in 16 bits
     steps: int | None = None  # of training each block; None: the method's default
     end_to_end: int | None = None  # steps of distillation; None: the method's default
+    check: bool = True  # compare the result with the original; changes no tensor
 
     def __post_init__(self) -> None:
         if self.kv not in (None, "kv4"):

@@ -1,7 +1,9 @@
-"""Fits a scheme to a model, and warns or refuses where it leaves linears in 16 bits."""
+"""What of a model is quantized: fits a scheme to it, warns or refuses where it leaves linears in 16
+bits, and warns of weights that no one would read."""
 
 from collections.abc import Sequence
 
+from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.schemes.base import Fitting, Scheme, Shape
 
@@ -24,3 +26,15 @@ def fit_scheme(
     if scheme is wanted and share > TOLERATED and not allow_skipped:
         raise UserError(f"{told}, or leave them so with --allow-skipped.")
     return scheme, told + "."
+
+
+def unread_files(source: Checkpoint) -> str | None:
+    """A warning if there are files of weights beside the checkpoint's that are not part of it."""
+    read = {entry.file for entry in source.entries.values()}
+    others = sorted({path.name for path in source.path.glob("*.safetensors")} - read)
+    if not others:
+        return None
+    return (
+        f"{source.path}: {', '.join(others)}: is no part of the checkpoint (its index does not say "
+        "so), and neither read nor copied. Copy it yourself if the model needs it."
+    )

@@ -4,27 +4,38 @@ dtypes, the calibration text. Writes nothing: `plan` reports a task, the driver 
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from billfish.checkpoints.dialects import dialect_of
+from billfish.checkpoints.experts import by_source
 from billfish.checkpoints.read import Checkpoint, stored_dtype
+from billfish.checkpoints.tensors import COPIED, KEPT, QUANTIZED, Placed, place
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.compute import compute_dtype, device_of, name_of
 from billfish.models.experts import gates_of
 from billfish.models.load import rows_of
+from billfish.models.tail import Head, find_head
 from billfish.offline.kv import check_kv
 from billfish.offline.provenance import data_digest, sampled_digest, versions
 from billfish.offline.request import QuantizeRequest
-from billfish.offline.selection import fit_scheme
+from billfish.offline.selection import fit_scheme, unread_files
 from billfish.offline.text import Calibration, calibration
-from billfish.schemes.registry import fields
+from billfish.schemes.base import Scheme
+from billfish.schemes.registry import fields, head_scheme
 
 OUTSIDE = "outside the blocks: kept in 16 bit"
 GATE = "decides which experts run, or how much: kept in 16 bit"
+
+
+@dataclass(frozen=True)
+class PackedHead(Head):
+    scheme: Scheme
 
 
 class Task:
@@ -44,8 +55,10 @@ class Task:
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
         self.source = self.model.checkpoint  # with a linear per expert
+        self.head = None if request.head_bits is None else self._head(request.head_bits)
         shapes = [(n, k) for _, n, k, kept in self._linears() if kept is None]
-        self.scheme, self.warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.scheme, warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
+        self.warnings = [told for told in (warning, unread_files(source)) if told]
         if request.method not in self.scheme.methods:
             raise UserError(
                 f"--method {request.method}: scheme {self.scheme.name} is made by "
@@ -60,7 +73,7 @@ class Task:
         self.skipped = {
             name: reason for name, _, _, reason in self.select_linears() if reason is not None
         }
-        if len(self.skipped) == len(self.select_linears()):
+        if all(name in self.skipped for name, _, _, kept in self._linears() if kept is None):
             raise UserError(
                 f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
             )
@@ -80,12 +93,63 @@ class Task:
             return None
         return {"steps": request.training_steps, "end_to_end": request.distillation_steps}
 
+    def placed(self) -> dict[str, Placed]:
+        """What becomes of every tensor of the source; and a packed head that has none there, as it
+        is tied to the embedding, under its name in the model."""
+        quantized: dict[str, tuple[str, ...]] = {}
+        for module, n, k, reason in self.select_linears():
+            if reason is None:
+                weight = self.model.stored.get(f"{module}.weight", f"{module}.weight")
+                is_head = self.head is not None and module == self.head.module
+                name = module if is_head else weight.removesuffix(".weight")
+                parts = self.scheme_of(module).tensors(n, k, self.stored_dtype)
+                quantized[weight] = tuple(f"{name}.{part}" for part in parts)
+        entries, strangers = self.source.entries, set(self.model.strangers())
+        found = {
+            name: place(entry, COPIED if name in strangers else KEPT, [name])
+            for name, entry in entries.items()
+            if name not in quantized
+        }
+        for name, names in quantized.items():
+            known = name if self.head is None or name in entries else self.head.weight
+            found[name] = place(entries[known], QUANTIZED, names)
+        return by_source(self.source, found)
+
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
+        head = None if self.head is None else self.head.module
         return [
-            (name, n, k, self.scheme.refuses(n, k) if kept is None else kept)
+            (
+                name,
+                n,
+                k,
+                self.scheme_of(name).refuses(n, k) if kept is None or name == head else kept,
+            )
             for name, n, k, kept in self._linears()
         ]
+
+    def scheme_of(self, module: str) -> Scheme:
+        """Of a linear that is quantized."""
+        head = self.head
+        return self.scheme if head is None or module != head.module else head.scheme
+
+    @property
+    def left_out(self) -> set[str]:
+        """Tensors of the source that the result holds packed or not at all: those of the head. A
+        tied one may have a copy in the source."""
+        head = self.head
+        if head is None:
+            return set()
+        return {f"{head.module}.weight", *([] if head.tied else [head.weight])}
+
+    def _head(self, bits: int) -> PackedHead:
+        found = find_head(self.model)
+        if found is None:
+            raise UserError(
+                f"{self.source.path}: {type(self.model.model).__name__} has no head (lm_head) that "
+                f"is a linear with a weight, which --head-bits {bits} would pack. Leave it out."
+            )
+        return PackedHead(**vars(found), scheme=head_scheme(bits, found.n, found.k))
 
     def _linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, why it stays in 16 bits whatever the scheme) of every linear."""
@@ -135,6 +199,20 @@ class Task:
             )
         return data
 
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json says of the packed linears."""
+        scheme, head, ignore = self.scheme, self.head, self.ignored
+        if head is None:
+            return dialect_of([scheme]).config_of_all(scheme, ignore)
+        schemes: dict[str, Scheme] = {
+            linear.weight.removesuffix(".weight"): scheme
+            for index in range(len(self.model.blocks))
+            for linear in self.model.linears(index)
+            if self.model.block_prefix(index) + linear.path not in self.skipped
+        }
+        schemes[head.module] = head.scheme
+        return dialect_of(schemes.values()).config(schemes, ignore)
+
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal for two runs to give the same bytes."""
         request = self.request
@@ -152,6 +230,7 @@ class Task:
             "device": str(self.device),
             "stored_dtype": name_of(self.stored_dtype),
             "training": self.training,
+            "head_bits": request.head_bits,
             "dtype": name_of(self.dtype) if self.reads else None,
             "kv": request.kv and f"{request.kv} in {name_of(self.kv_dtype)}",
             "model_header_sha256": hashlib.sha256(header.encode()).hexdigest(),

@@ -114,6 +114,8 @@ def training_memory(
     )
     many = _at_once(task, tokens, min(distill.TOKENS, distill.LOGITS[task.device.type] // rows))
     kept = sum(n * k for n, k in every) + BYTES_SCALE * scales + embeddings
+    if task.head is not None:  # decoded, beside the original
+        kept += task.head.n * task.head.k * task.dtype.itemsize
     states = (len(blocks) * task.hidden_size + LOGIT_COPIES * rows) * 4 * many
     return {
         "training": trained,

@@ -272,10 +272,12 @@ class Family:
     scheme: type[Any]  # a Scheme
     ops: tuple[type[Any], ...]  # LinearOps, fastest first; the reference last
     # Name of a module with quantize(scheme, weight, statistics, method, dtype) -> Solved; for awq
-    # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable. A scheme that
+    # search_fold(...), for finetune trainable_scales(scheme, tensors) -> Trainable, for heads
+    # quantize_rows(...), which takes the weight in portions (the default scheme's). A scheme that
     # rounds activations may have channel_factors(scheme, squares, share) -> Tensor | None and
     # channel_order(scheme, squares) -> Tensor | None, which are folded before its weights are
-    # solved. A name, because the module imports solvers, which inference never does.
+    # solved, and has input_rounding(scheme, tensors), Solved's rounding from canonical tensors. A
+    # name, because the module imports solvers, which inference never does.
     quantizer: str
     # Public checkpoint formats (schemes/dialect.py) that can store it; Billfish writes the first.
     # If there is none it writes its own (checkpoints/own.py).

@@ -11,8 +11,10 @@ from billfish.errors import UserError
 from billfish.kernels import jit
 from billfish.kernels.device import gpu
 from billfish.kernels.jit import Program
-from billfish.schemes import SCHEMES
+from billfish.schemes import DEFAULT, SCHEMES
 from billfish.schemes.base import Family, Fitting, LinearOp, Options, Scheme
+
+HEAD_BITS = (8, 4)
 
 
 def family(name: str) -> Family:
@@ -31,6 +33,22 @@ def with_options(name: str, **wanted: Any) -> Scheme:
     has = {field.name for field in dataclasses.fields(family(name).scheme)}
     made = from_options(name, {key: value for key, value in wanted.items() if key in has})
     return made.fit([]) if isinstance(made, Fitting) else made
+
+
+def head_scheme(bits: int, n: int, k: int) -> Scheme:
+    """Of a packed head (lm_head), whatever scheme the other linears have: integer groups as large
+    as fit, symmetric. Raises a UserError if none fits."""
+    if bits not in HEAD_BITS:
+        known = " and ".join(map(str, HEAD_BITS))
+        raise UserError(f"--head-bits {bits}: known are {known}; without it a head has 16.")
+    made = from_options(DEFAULT, {"bits": bits})
+    scheme = made.fit([(n, k)]) if isinstance(made, Fitting) else made
+    if reason := scheme.refuses(n, k):
+        raise UserError(
+            f"--head-bits {bits}: the head is {n} x {k}, and no group size fits it ({reason}). "
+            "Leave it in 16 bits, without --head-bits."
+        )
+    return scheme
 
 
 def fields(scheme: Scheme) -> dict[str, Any]:

@@ -221,13 +221,15 @@ def test_the_configs_of_the_page_are_real_ones():
     mixed = {name: W4A16(4, 64) for name in "abc"} | {"model.layers.0.mlp.down_proj": W4A16(8, 64)}
     written = [
         CompressedTensors.config_of_all(W4A16(4, 32, symmetric=False), ["lm_head"]),
+        Own.config({"a": W4AX(), "b": W4AX(), "lm_head": W4A16(8, 128)}, []),
         Own.config(mixed, ["lm_head"]),
     ]
     assert [json.loads(example) for example in examples] == written
-    for example, config in zip(examples, written, strict=True):
+    heads = [None, W4A16(8, 128), None]
+    for example, config, head in zip(examples, written, heads, strict=True):
         assert list(json.loads(example)) == list(config)
-        assert read_dialect(config).scheme("lm_head") is None
-    own = read_dialect(written[1])
+        assert read_dialect(config).scheme("lm_head") == head
+    own = read_dialect(written[2])
     assert {name: own.scheme(name) for name in mixed} == mixed
 
 

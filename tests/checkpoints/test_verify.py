@@ -71,6 +71,7 @@ def test_whole_checkpoints_are_ok(dense, made):
         "packed_linears": 14,
         "dense_tensors": len(tensors) - 14 * 4,
         "parameters": count,
+        "source_tensors": count,
     }
 
 

@@ -235,6 +235,17 @@ def test_trained_layers_have_no_error(trained):
     assert "Layers whose error is not known are left out" in text and "Layer error 0.01" in text
 
 
+def test_a_broken_model_is_called_so(result):
+    check = {"kl": 0.2, "greedy_tokens": 128, "greedy_same": 96, "problem": None}
+    result["quantization"]["check"] = check
+    assert "75 % of greedy tokens as the original" in Page(report_html(result)).text
+    check["problem"] = "model.layers.3 begins to fail: <b>"
+    text = Page(report_html(result)).text
+    assert "broken" in text and "model.layers.3 begins to fail: <b>" in text
+    result["quantization"]["check"] = None
+    assert "greedy" not in Page(report_html(result)).text
+
+
 def test_on_paper_closed_tables_are_hidden_and_plots_are_not(trained):
     """A section is hidden if it holds nothing but a closed table."""
     text = report_html(trained)

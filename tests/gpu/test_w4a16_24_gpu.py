@@ -38,7 +38,6 @@ every_layer = pytest.mark.parametrize(("group_size", "n", "k"), LAYERS, ids=str)
 @pytest.fixture(scope="module")
 def compiled_here(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "BATCHES", True)
         patch.setenv("BILLFISH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(cache, "_memory", {})
         yield

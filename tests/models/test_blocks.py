@@ -7,9 +7,10 @@ from tiny import ARCHITECTURES, write_checkpoint
 
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
-from billfish.models.blocks import StreamedModel, find_blocks
+from billfish.models.blocks import StreamedModel
 from billfish.models.fold import find_reordering, fold_source
 from billfish.models.passes import probe_structure
+from billfish.models.skeleton import find_blocks
 
 CPU = torch.device("cpu")
 

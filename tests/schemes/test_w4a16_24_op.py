@@ -178,7 +178,6 @@ def test_launches_of_every_m(k, dtype, monkeypatch, on_the_cpu):
     monkeypatch.setattr(plan, "gpu", lambda index: H200)
     monkeypatch.setattr(plan, "decode_kernel", lambda *kind: Loaded(kind[3], launched))
     monkeypatch.setattr(plan, "batch_kernel", lambda *kind: Loaded(kind[2:], launched))
-    monkeypatch.setattr(plan, "BATCHES", True)
     monkeypatch.setattr(plan.tensor_map, "of_rows", lambda *sizes: sizes[1:])
     monkeypatch.setattr(plan.workspace, "of_stream", workspace)
     n, scheme = 6144, SCHEME if k % 64 == 0 else W4A16Sparse(-1)

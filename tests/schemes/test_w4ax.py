@@ -282,6 +282,19 @@ def test_rows_do_not_depend_on_their_batch(monkeypatch):
     assert torch.equal(op(x), together)
 
 
+@pytest.mark.parametrize("activations", ["a8", "fmpq"])
+def test_the_operator_is_traced(activations):
+    """torch.compile and dispatch modes see an operator with an honest shape."""
+    rotation = activations == "fmpq"
+    scheme = W4AX(32, True, activations, 0.5 if rotation else 0.0, rotation)
+    op = CpuOp(scheme, scheme.random_tensors(24, 128, torch.bfloat16, torch.Generator()))
+    x, bias, rest = torch.randn(3, 128), torch.randn(24), op.rest
+    inputs = (rest["weight_scale"], bias, rest.get("input_order"), rest.get("input_bits"))
+    torch.library.opcheck(torch.ops.billfish.w4ax_cpu, (x, op.weight, *inputs, rotation))
+    compiled = torch.compile(op, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, bias), op(x, bias))
+
+
 def test_wrong_inputs_are_refused():
     scheme, tensors = layer()
     op = CpuOp(scheme, tensors)

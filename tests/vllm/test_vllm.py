@@ -1,24 +1,21 @@
 """Checkpoints of our quantizer in stock vLLM: they load unchanged and give the same greedy tokens.
 
-vLLM runs in an environment of its own (scripts/test_vllm.sh, worker.py); ours is transformers with
-QuantLinear. Both compute in bf16 and round differently, so the tokens of a random model would
-differ by chance. The small Llama therefore gets a head, solved by least squares, that makes it
-recite 192 random tokens, each far ahead of the next candidate: rounding changes none of them, and
-test_faults_are_seen shows what a file read wrongly does. SmolLM2 speaks freely and is compared up
-to its first near-tie.
+Ours is transformers with QuantLinear. Both compute in bf16 and round differently, so a small Llama
+recites 192 random tokens (vllm_harness.py); test_faults_are_seen shows what a file read wrongly
+does. SmolLM2 speaks freely and is compared up to its first near-tie.
 """
 
 import json
 import os
 import shutil
-import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from vllm_harness import LOGIT, Answer, recited, teach, vllm
 
 import billfish  # noqa: F401  registers packed loading with transformers
 from billfish.models.generate import encode
@@ -29,11 +26,8 @@ from billfish.schemes.w4a16 import W4A16
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("BILLFISH_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
 PROMPTS, PROMPT_LENGTH, NEW = 12, 12, 16  # 192 positions to recite with 256 hidden dimensions
 VOCAB = 5120
-LOGIT = 8.5  # of the recited token, 0 for all others: probability one half
 NOISE = 0.25  # of a log-probability; our own bf16 and fp32 differ by 0.1 at most
 TIE = 0.25  # of SmolLM2's logits: two bf16 steps above 16, where the best ones lie
 
@@ -43,28 +37,26 @@ class Case:
     scheme: W4A16
     intermediate: int = 512
     bias: bool = False
+    head_bits: int | None = None
 
 
 CASES = {
     "symmetric g64": Case(W4A16(4, 64)),
     "symmetric g128, down_proj in 16 bit": Case(W4A16(4, 128), intermediate=448),
     "asymmetric g64, biases": Case(W4A16(4, 64, symmetric=False), bias=True),
+    # Of 4 bits, in groups of 128: vLLM's CPU kernels take no 8 bits.
+    "symmetric g64, packed head": Case(W4A16(4, 64), head_bits=4),
     "asymmetric channel": Case(W4A16(4, -1, symmetric=False)),
 }
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Greedy tokens of every prompt, and what the model thought of them."""
-
-    tokens: list[list[int]]
-    logprobs: torch.Tensor  # (prompts, new) of the tokens
-    margins: torch.Tensor | None = None  # (prompts, new) logit of the token less the second best
+class Ours(Answer):
+    margins: torch.Tensor  # (prompts, new) logit of the token less the second best
 
 
-def recited() -> torch.Tensor:  # (PROMPTS, PROMPT_LENGTH + NEW)
-    source = torch.Generator().manual_seed(1)
-    return torch.randint(3, VOCAB, (PROMPTS, PROMPT_LENGTH + NEW), generator=source)
+def sequences() -> torch.Tensor:  # (PROMPTS, PROMPT_LENGTH + NEW)
+    return recited(PROMPTS, PROMPT_LENGTH, NEW, VOCAB)
 
 
 def small_llama(case: Case) -> LlamaForCausalLM:
@@ -101,23 +93,23 @@ def small_llama(case: Case) -> LlamaForCausalLM:
 
 def quantized(case: Case, folder: Path) -> Path:
     """The small Llama that recites, as `quantize` writes it. The head is fitted to the quantized
-    model's own hidden states, so the model is quantized twice, before and after."""
-    model, sequences = small_llama(case), recited()
+    model's own hidden states; a packed one is made of it by a second job."""
+    model = small_llama(case)
     model.save_pretrained(folder / "dense")
     request = QuantizeRequest(folder / "dense", folder / "quantized", case.scheme, method="rtn")
     quantize(request)
-    trunk = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.float32).model
-    with torch.inference_mode():
-        states = trunk(sequences).last_hidden_state[:, PROMPT_LENGTH - 1 : -1].flatten(0, 1)
-    wanted = torch.nn.functional.one_hot(sequences[:, PROMPT_LENGTH:].flatten(), VOCAB)
-    head = LOGIT * torch.linalg.pinv(states.double()) @ wanted.double()
-    model.lm_head.weight.data = head.T.to(torch.bfloat16).contiguous()
+    teach(request.output, sequences(), PROMPT_LENGTH)
+    if case.head_bits is None:
+        return request.output
+    taught = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.bfloat16)
+    model.lm_head.weight.data = taught.lm_head.weight.data
     model.save_pretrained(folder / "dense")
-    quantize(request, resume=False)
-    return request.output
+    packed = replace(request, output=folder / "packed", head_bits=case.head_bits)
+    quantize(packed)
+    return packed.output
 
 
-def ours(directory: Path, prompts: list[list[int]]) -> Answer:
+def ours(directory: Path, prompts: list[list[int]]) -> Ours:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
     assert any(isinstance(module, QuantLinear) for module in model.modules())
     tokens, logprobs, margins = [], [], []
@@ -138,44 +130,19 @@ def ours(directory: Path, prompts: list[list[int]]) -> Answer:
         tokens.append(chosen.tolist())
         logprobs.append(logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
         margins.append(best[:, 0] - best[:, 1])
-    return Answer(tokens, torch.stack(logprobs), torch.stack(margins))
+    return Ours(tokens, torch.stack(logprobs), torch.stack(margins))
 
 
-def vllms(directory: Path, prompts: list[list[int]], tensor_parallel: int) -> Answer:
-    cpus = sorted(os.sched_getaffinity(0))
-    if not Path(PYTHON).exists():
-        pytest.fail(f"{PYTHON} is missing: run make test-vllm, or set BILLFISH_VLLM_PYTHON.")
-    if len(cpus) < tensor_parallel:
-        pytest.skip(f"tensor parallel {tensor_parallel} needs as many CPUs; here are {len(cpus)}")
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_INT4_W4A8": "0",  # by default it also rounds activations, to int8
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cpus[:tensor_parallel])),
-    }
-    worker = Path(__file__).with_name("worker.py")
-    arguments = [str(directory), str(tensor_parallel), json.dumps(prompts), str(NEW)]
-    done = subprocess.run(
-        [PYTHON, str(worker), *arguments],
-        env=inherited | settings,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"vLLM failed on {directory}:\n{done.stderr[-6000:]}"
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+def stock(directory: Path, prompts: list[list[int]], tensor_parallel: int) -> Answer:
+    return vllm(directory, prompts, NEW, tensor_parallel, dtype="bfloat16", plugins=False)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
-def small(request, tmp_path_factory) -> tuple[Path, Answer]:
+def small(request, tmp_path_factory) -> tuple[Path, Ours]:
     """A quantized small Llama and our answer, which is what it was made to recite."""
     directory = quantized(CASES[request.param], tmp_path_factory.mktemp("small"))
-    sequences = recited()
-    answer = ours(directory, sequences[:, :PROMPT_LENGTH].tolist())
-    assert answer.tokens == sequences[:, PROMPT_LENGTH:].tolist()
+    answer = ours(directory, sequences()[:, :PROMPT_LENGTH].tolist())
+    assert answer.tokens == sequences()[:, PROMPT_LENGTH:].tolist()
     assert float(answer.margins.min()) > LOGIT / 2
     return directory, answer
 
@@ -184,8 +151,8 @@ def small(request, tmp_path_factory) -> tuple[Path, Answer]:
 def test_same_tokens(small, tensor_parallel):
     directory, expected = small
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    answer = vllms(directory, recited()[:, :PROMPT_LENGTH].tolist(), tensor_parallel)
-    difference = float((answer.logprobs - expected.logprobs).abs().max())
+    answer = stock(directory, sequences()[:, :PROMPT_LENGTH].tolist(), tensor_parallel)
+    difference = answer.differs_by(expected)
     print(f"tensor parallel {tensor_parallel}: largest log-probability difference {difference:.3f}")
     assert answer.tokens == expected.tokens
     assert difference < NOISE
@@ -209,7 +176,7 @@ def test_smollm2(tmp_path):
     prompts = [tokenizer(text).input_ids for text in BEGINNINGS]
     prompts += [encode(tokenizer, text, chat=True) for text in QUESTIONS]
     expected = ours(tmp_path / "quantized", prompts)
-    answer = vllms(tmp_path / "quantized", prompts, tensor_parallel=1)
+    answer = stock(tmp_path / "quantized", prompts, tensor_parallel=1)
     compared, difference = 0, 0.0
     for i, margins in enumerate(expected.margins):
         ties = (margins <= TIE).nonzero()
@@ -264,8 +231,8 @@ def test_faults_are_seen(small, tmp_path):
             continue  # symmetric: no zeros; a scale a row: no next group
         tensors = original | {name: change(original[name]).contiguous()}
         save_file(tensors, tmp_path / index[name], metadata={"format": "pt"})
-        answer = ours(tmp_path, recited()[:, :PROMPT_LENGTH].tolist())
-        difference = float((answer.logprobs - expected.logprobs).abs().max())
+        answer = ours(tmp_path, sequences()[:, :PROMPT_LENGTH].tolist())
+        difference = answer.differs_by(expected)
         wrong = sum(a != b for a, b in zip(answer.tokens, expected.tokens, strict=True))
         print(f"{fault}: {wrong} of {PROMPTS} prompts, log-probabilities by {difference:.2f}")
         assert wrong or difference > 2 * NOISE, fault

@@ -6,7 +6,7 @@ cpu.py arranges layers in it, cpu_kernels.py generates code for it.
 import torch
 from torch import Tensor
 
-from billfish.kernels.fixed_point import BYTES
+from billfish.kernels.cpu import BYTES
 from billfish.schemes.w2416.scheme import ZERO, ZERO_STEP
 from billfish.schemes.w2416.shares import BAND, GROUP, PLACES
 

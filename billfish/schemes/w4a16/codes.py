@@ -1,5 +1,6 @@
 """The solution of a w4a16 weight, as solvers leave it and as training changes it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,40 @@ class Codes(Solved):
     def trainable(self) -> "TrainableCodes":
         target = self.decoded if self.target is None else self.target
         return TrainableCodes(self.scheme, self.codes, self.scales, self.zeros, target, self.note)
+
+
+@dataclass(frozen=True)
+class PackedRows(Solved):
+    """A solution that keeps its canonical tensors alone, on the CPU."""
+
+    scheme: W4A16
+    packed: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, portions: Iterable[Codes]) -> "PackedRows":
+        """Of rows one after another. Each portion but the last fills the words of its zeros, which
+        are packed along n."""
+        packed, energies = list[dict[str, Tensor]](), list[Tensor]()
+        for part in portions:
+            packed.append({name: tensor.cpu() for name, tensor in part.tensors().items()})
+            energies += [] if part.energy is None else [part.energy.cpu()]
+        whole = {name: torch.cat([each[name] for each in packed]) for name in packed[0]}
+        sizes = whole["weight_shape"].view(-1, 2)
+        whole["weight_shape"] = torch.stack((sizes[:, 0].sum(), sizes[0, 1]))
+        energy = torch.cat(energies) if energies else None
+        return cls(energy, part.note, None, part.scheme, whole)
+
+    @property
+    def decoded(self) -> Tensor:
+        return self.scheme.dequantize(self.packed)
+
+    def rows(self, start: int, end: int) -> "PackedRows":
+        energy = None if self.energy is None else self.energy[start:end]
+        tensors = self.scheme.shard(self.packed, 0, start, end)
+        return PackedRows(energy, self.note, None, self.scheme, tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.packed
 
 
 class TrainableCodes:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from billfish.kernels.cpu import Isa
+from billfish.kernels.cpu import BYTES, Isa
 from billfish.kernels.fixed_point import (
-    BYTES,
     in_bytes,
     in_steps,
     nearest_bf16,

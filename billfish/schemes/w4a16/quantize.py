@@ -4,13 +4,14 @@ For offline use. A call may take several linears stacked along n that share an i
 are only searched here; offline/block.py folds them, because that changes other layers.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4a16.codes import Codes, TrainableCodes
+from billfish.schemes.w4a16.codes import Codes, PackedRows, TrainableCodes
 from billfish.schemes.w4a16.scheme import W4A16
 from billfish.solvers import awq, gptq
 from billfish.solvers.clip import search_scales
@@ -28,9 +29,24 @@ def quantize(
     method: str,
     dtype: torch.dtype,  # of the stored scales
 ) -> Codes:
-    k = weight.shape[1]
+    return _solve(scheme, weight, Known.of(statistics, METHODS[method]), dtype)
+
+
+def quantize_rows(
+    scheme: W4A16,
+    portions: Iterable[Tensor],  # fp32, of rows one after another; multiples of 32 but the last
+    statistics: Statistics | None,
+    method: str,
+    dtype: torch.dtype,
+) -> PackedRows:
+    """The same codes for a weight that comes in portions, of which one at a time is in memory: for
+    a head of 128k rows, whose solution takes 10 GB at once."""
     known = Known.of(statistics, METHODS[method])
-    target = known.target(weight)
+    return PackedRows.of(_solve(scheme, rows, known, dtype) for rows in portions)
+
+
+def _solve(scheme: W4A16, weight: Tensor, known: Known, dtype: torch.dtype) -> Codes:
+    k, target = weight.shape[1], known.target(weight)
     # Rows are independent; a few at a time keep the temporaries small.
     pieces = (
         _rows(scheme, rows, known, dtype)

@@ -40,7 +40,8 @@ def hadamard(z: Tensor) -> Tensor:
     """The last dimension, B numbers, a power of two, times the normalised Hadamard matrix of size
     B in Sylvester's order, which is its own inverse. Butterflies in a fixed order, so that every
     device gets the same bits; fp32."""
-    size, factor = z.shape[-1], torch.full((), z.shape[-1] ** -0.5, device=z.device)
+    size = z.shape[-1]
+    factor = torch.full((), size**-0.5, dtype=torch.float32, device=z.device)
     portion = PORTION if z.device.type == "cpu" else max(1, z.numel() // size)
     pieces = [
         _butterflies(some.T.contiguous()).T * factor
@@ -94,3 +95,12 @@ def round_blocks(z: Tensor, bits: Tensor, rotation: bool) -> tuple[Tensor, Tenso
     low, high = torch.where(few, -8.0, -TOP), torch.where(few, 7.0, TOP)
     x8 = torch.minimum(torch.maximum(steps, low), high).mul_(q)
     return x8.to(torch.int8).reshape(z.shape), (a / top)[..., 0]
+
+
+def round_inputs(
+    x: Tensor, order: Tensor | None, bits: Tensor | None, rotation: bool
+) -> tuple[Tensor, Tensor]:
+    """(..., k) as the model has it -> int8 (..., k) in stored order and s; no bits: a8."""
+    if order is None or bits is None:
+        return round_tokens(x)
+    return round_blocks(x.index_select(-1, order.long()), bits, rotation)

@@ -9,13 +9,14 @@ fp32 holds exactly.
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from billfish.errors import UserError
-from billfish.schemes.base import Op, Tensors, together
+from billfish.schemes.base import Op, Tensors, together, watched
+from billfish.schemes.w4ax.activations import round_inputs
 from billfish.schemes.w4ax.scheme import MIDDLE, NIBBLES, SHARED, W4AX, scaled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +58,41 @@ def int8_works() -> bool:
     return True
 
 
+def multiply(
+    x: Tensor,  # (m, k)
+    weight: Tensor,  # (n, k) int8
+    base: Tensor,  # (n, 1)
+    bias: Tensor | None,
+    order: Tensor | None,  # of inputs and
+    bits: Tensor | None,  # of blocks of them; none: a8
+    rotation: bool,
+) -> Tensor:
+    """(m, n) in x's dtype."""
+    y = x.new_empty(len(x), len(weight))
+    product = int8_product if int8_works() else fp32_product
+    size = max(LEAST, SLICE // len(weight))
+    for start in range(0, len(x), size):
+        x8, scale = round_inputs(x[start : start + size], order, bits, rotation)
+        some = scaled(product(x8, weight), scale, base)
+        y[start : start + size] = some if bias is None else some.add_(bias.float())
+    return y
+
+
+# The operator that torch.compile and dispatch modes see; eager calls need none.
+_library = torch.library.Library("billfish", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "w4ax_cpu(Tensor x, Tensor weight, Tensor base, Tensor? bias, Tensor? order, Tensor? bits, "
+    "bool rotation) -> Tensor"
+)
+_library.impl("w4ax_cpu", multiply, "CPU")  # type: ignore[no-untyped-call]
+operator = torch.ops.billfish.w4ax_cpu.default
+
+
+@torch.library.register_fake("billfish::w4ax_cpu", lib=_library)  # type: ignore[untyped-decorator]
+def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
 class CpuOp(Op):
     name: ClassVar[str] = "cpu"
     batch_invariant: ClassVar[bool] = True  # sums are exact
@@ -80,19 +116,11 @@ class CpuOp(Op):
         n, inputs = self.weight.shape
         if k != inputs:
             raise ValueError(f"activations have {k} columns, the layer takes {inputs}")
-        rows = x.reshape(-1, k)
-        y = x.new_empty(len(rows), n)
-        size = max(LEAST, SLICE // n)
-        for start in range(0, len(rows), size):
-            y[start : start + size] = self._rows(rows[start : start + size], bias)
+        call = operator if watched(x) else multiply
+        base, rotation = self.rest["weight_scale"], self.scheme.rotation
+        rows, (order, bits) = x.reshape(-1, k), map(self.rest.get, SHARED)
+        y: Tensor = call(rows, self.weight, base, bias, order, bits, rotation)
         return y.view(*lead, n)
-
-    def _rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """fp32: the caller rounds it to the type of x."""
-        x8, scale = self.scheme.round_inputs(self.rest, x)
-        product = int8_product if int8_works() else fp32_product
-        y = scaled(product(x8, self.weight), scale, self.rest["weight_scale"])
-        return y if bias is None else y.add_(bias.float())
 
     def canonical(self) -> dict[str, Tensor]:
         n, k = self.weight.shape

@@ -9,14 +9,16 @@ would harm outputs most by 4 bits keep 8. All of GPTQ is done in stored order, w
 Hessian rotated as inputs are.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from billfish.formats.grid import Grid
 from billfish.schemes.base import Tensors
-from billfish.schemes.w4ax.codes import Inputs, TrainableWhole, WholeScaled
+from billfish.schemes.w4ax.codes import Inputs, TrainableWhole, WholeScaled, rounded_input
 from billfish.schemes.w4ax.scheme import W4AX
 from billfish.schemes.w4ax.search import search
 from billfish.schemes.w4ax.walk import Walk, walk_order
@@ -103,12 +105,21 @@ def choose_inputs(scheme: W4AX, weight: Tensor, statistics: Statistics | None) -
 
 def trainable_scales(scheme: W4AX, tensors: Tensors) -> TrainableWhole:
     """Canonical tensors whose bases can be trained; all else stays as it is."""
-    inputs = None
-    if scheme.mixed:
-        inputs = Inputs(tensors["input_order"].long(), tensors["input_bits"])
+    inputs = _inputs(scheme, tensors)
     codes, q, zero = scheme.codes(tensors), scheme.scales(tensors), scheme.zeros(tensors)
     base = tensors["weight_scale"]
     return TrainableWhole(WholeScaled(None, None, None, scheme, codes, q, zero, base, inputs), None)
+
+
+def input_rounding(scheme: W4AX, tensors: Tensors) -> Callable[[Tensor], Tensor]:
+    """Activations -> as ops round them before these canonical tensors."""
+    return partial(rounded_input, scheme, _inputs(scheme, tensors))
+
+
+def _inputs(scheme: W4AX, tensors: Tensors) -> Inputs | None:
+    if not scheme.mixed:
+        return None
+    return Inputs(tensors["input_order"].long(), tensors["input_bits"])
 
 
 def channel_factors(

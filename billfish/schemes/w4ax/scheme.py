@@ -23,7 +23,7 @@ from billfish.errors import UserError
 from billfish.formats.layout import compressed_tensors
 from billfish.formats.spec import TensorSpec
 from billfish.schemes.base import STD, Options, Shape, Tensors, check_cut
-from billfish.schemes.w4ax.activations import rotated, round_blocks, round_tokens
+from billfish.schemes.w4ax.activations import rotated, round_inputs
 
 MIDDLE = 8  # the code of a weight of 0 in symmetric weights
 LOW, HIGH = 128, 127  # zero * q and (15 - zero) * q at most: every code's value is a byte
@@ -303,10 +303,8 @@ class W4AX:
 
     def round_inputs(self, tensors: Tensors, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., k) as the model has it -> int8 (..., k) in stored order, fp32 (..., 1)."""
-        if not self.mixed:
-            return round_tokens(x)
-        z = x.index_select(-1, tensors["input_order"].long())
-        return round_blocks(z, tensors["input_bits"], self.rotation)
+        order, bits = map(tensors.get, SHARED)
+        return round_inputs(x, order, bits, self.rotation)
 
     def whole_sums(self, tensors: Tensors, x: Tensor) -> tuple[Tensor, Tensor]:
         """The exact sums of the product, int64 (..., n), and the tokens' scales, fp32 (..., 1)."""

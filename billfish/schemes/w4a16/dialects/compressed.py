@@ -23,6 +23,7 @@ from billfish.schemes.dialect import (
     common_scheme,
     flag,
     integer,
+    is_lm_head,
     method_of,
     names,
     pattern,
@@ -117,8 +118,9 @@ class CompressedTensors(Plain):
     @staticmethod
     def config(schemes: Mapping[str, W4A16], ignore: Sequence[str]) -> dict[str, Any]:
         distinct = dict.fromkeys(schemes.values())
-        if len(distinct) == 1:
-            return CompressedTensors.config_of_all(common_scheme(schemes), ignore)
+        if len(distinct) == 1:  # vLLM's head is of another class than Linear
+            heads = [module for module in schemes if is_lm_head(module)]
+            return _write_groups({common_scheme(schemes): [LINEAR, *heads]}, ignore)
         # Names only: engines differ in which wins if a name and "Linear" both match.
         groups: dict[W4A16, list[str]] = {scheme: [] for scheme in distinct}
         for module, scheme in schemes.items():

@@ -1,5 +1,4 @@
-"""Products of one w4a16_24 layer on one GPU: w4a16_24_decode up to 16 tokens, else w4a16_24_batch,
-once that is trusted (BATCHES).
+"""Products of one w4a16_24 layer on one GPU: w4a16_24_decode up to 16 tokens, else w4a16_24_batch.
 
 Where scales have another type than x, weights in x's type would be rounded twice: w4a16_24_decode,
 which scales sums, then takes every 16 tokens in turn. All of it is one torch operator, for
@@ -22,18 +21,17 @@ from billfish.schemes.w4a16_24.cuda import tile
 from billfish.schemes.w4a16_24.cuda.arrange import SCALE_DTYPES, Shape
 from billfish.schemes.w4a16_24.cuda.instances import INSTANCES, TYPES, batch_kernel, decode_kernel
 
-# w4a16_24_batch was mended after it had run on a GPU (docs/LOG.md, 2026-11-18: products read their
-# metadata late). Until a GPU has confirmed it, w4a16_24_decode takes every 16 tokens in turn.
-BATCHES = False
 RUN = 8  # gates, then ups: a thread has rows r and r + 8
-# Not measured yet: a stage's clocks from a loop of wgmma.sp with decoding alone at 1.6 GHz, and a
-# tenth more; all else as fitted to w4ax_batch, which has the same tiles and reductions.
+# A stage's clocks from a loop of wgmma.sp with decoding alone at 1.6 GHz, and a tenth more, except
+# (128, 1), where measured times asked for 0.48; all else as fitted to w4ax_batch, which has the
+# same tiles and reductions. Of 33 products of four layers on an H200, 25 get the fastest
+# configuration or lose at most 1 % to it (docs/LOG.md, 2026-11-18).
 COSTS = tiles.Costs(
     {
         (32, 1): 0.24,
         (64, 1): 0.32,
         (64, 2): 0.63,
-        (128, 1): 0.44,
+        (128, 1): 0.48,
         (128, 2): 0.87,
         (256, 1): 0.80,
     },
@@ -78,7 +76,7 @@ class Plan:
     def _product(self, m: int, gated: bool) -> Product:
         if m <= MOST_TOKENS:
             return self.decode(m, gated)
-        if self.batches and BATCHES:
+        if self.batches:
             return self.batch(m, gated, self.pick(m))
         return self._slices(m, gated)
 

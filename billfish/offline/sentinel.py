@@ -1,0 +1,181 @@
+"""The sentinel: runs what was written against the original, to see whether it still is a model.
+
+Both run over a few prompts, block by block: the weights of one block are in memory at a time, read
+from the source and decoded from the shard. Each block also runs alone, on the inputs that it has in
+the original, which tells where a fault begins, however little is left of the states behind it.
+
+Nothing is generated: at every position both models see the same text, and their next tokens are
+compared (teacher forcing). One pass gives what 64 passes would, but for what follows a difference.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from billfish.checkpoints.packed import by_module
+from billfish.checkpoints.read import Checkpoint
+from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
+from billfish.errors import UserError
+from billfish.models.blocks import Arguments, Read, StreamedModel
+from billfish.models.load import rows_of
+from billfish.models.passes import rounded_input
+from billfish.offline.streaming import return_freed_memory
+from billfish.offline.task import Task
+from billfish.offline.text import SAMPLE, read_documents
+from billfish.offline.verdict import NO_ANSWERS, Answers, Block, faults, verdict
+from billfish.schemes.registry import quantizer
+
+PROMPTS, LENGTH = 4, 64  # texts and their tokens; the second half of each is compared
+CHARACTERS = 16 * LENGTH  # of a text, enough for LENGTH tokens
+
+
+@dataclass(frozen=True)
+class Prompts:
+    ids: Tensor  # (PROMPTS, length) int64
+    text: str  # what they are
+
+
+def prompts(task: Task) -> Prompts:
+    """Pieces of the shipped text; random tokens for a model without a tokenizer of its own."""
+    rows = rows_of(task.model.model)
+    config = task.model.model.config.get_text_config()
+    length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
+    try:
+        tokenizer = load_tokenizer(task.source.path)
+        refuse_foreign(tokenizer, rows, task.source.path)
+    except UserError:
+        drawn = torch.Generator().manual_seed(task.request.seed)
+        return Prompts(torch.randint(rows, (PROMPTS, length), generator=drawn), "random tokens")
+    whole = read_documents(SAMPLE)[0]
+    step = len(whole) // PROMPTS
+    pieces = [whole[i * step : i * step + CHARACTERS] for i in range(PROMPTS)]
+    ids = [tokenizer(piece, verbose=False)["input_ids"] for piece in pieces]
+    length = min(length, *map(len, ids))
+    return Prompts(torch.tensor([each[:length] for each in ids]), SAMPLE)
+
+
+class Written:
+    """The quantized model, read from its shards: weights decoded, inputs rounded if need be."""
+
+    def __init__(self, task: Task, shards: list[Path]) -> None:
+        self.scheme, self.model, self.head = task.scheme, task.model, task.head
+        self.files = Checkpoint.of_files(list(map(str, shards)))
+        self.parts = by_module(self.files)
+
+    def read(self, stored: str, device: torch.device) -> Tensor:
+        if stored in self.files:
+            return self.files.tensor(stored).to(device)
+        if self.head is not None and stored == self.head.weight:  # not tied: see packed_head
+            return torch.zeros(self.head.n, self.head.k, device=device)
+        return self.scheme.dequantize(self._packed(stored, device))
+
+    @contextmanager
+    def packed_head(self) -> Iterator[None]:
+        """Within this context the model's head is the packed one, if there is one: tied to the
+        embedding in the original, it is a layer of its own here."""
+        if self.head is None:
+            yield
+            return
+        module = self.model.model.get_submodule(self.head.module)
+        before = module.weight
+        tensors = self._packed(f"{self.head.module}.weight", self.model.device)
+        weight = self.head.scheme.dequantize(tensors).to(self.model.dtype)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        try:
+            yield
+        finally:
+            module.weight = before
+
+    def _packed(self, stored: str, device: torch.device) -> dict[str, Tensor]:
+        names = self.parts[stored.removesuffix(".weight")]
+        packed = {part: name for part, name in names.items() if part != "bias"}
+        return {part: self.files.tensor(name).to(device) for part, name in packed.items()}
+
+    @contextmanager
+    def rounding(self, index: int) -> Iterator[None]:
+        """Within this context the block's linears round their inputs as its scheme says."""
+        rounds = getattr(quantizer(self.scheme), "input_rounding", None)
+        with ExitStack() as stack:
+            for linear in self.model.linears(index):
+                if rounds is not None and linear.weight not in self.files:
+                    tensors = self._packed(linear.weight, self.model.device)
+                    rounding = rounds(self.scheme, tensors)
+                    block = self.model.blocks[index]
+                    stack.enter_context(rounded_input(block, [linear.path], rounding))
+            yield
+
+
+def check(task: Task, shards: list[Path], tell: Callable[[int], None]) -> dict[str, Any]:
+    """Compare the written model with the original; `tell` is called after each block.
+
+    For the report: figures with four digits, None for those that are not finite or not known;
+    `problem` says in sentences what is wrong, or is None.
+    """
+    model, written, given = task.model, Written(task, shards), prompts(task)
+    blocks = []
+    with torch.no_grad():
+        wanted, arguments = _first(model, given.ids, None)
+        found, _ = _first(model, given.ids, written.read)
+        for index in range(len(model.blocks)):
+            prefix, inputs = model.block_prefix(index), wanted
+            model.fill(prefix)
+            wanted = model.run(index, inputs, arguments)
+            model.drop(prefix)
+            model.fill(prefix, read=written.read)
+            with written.rounding(index):
+                alone = model.run(index, inputs, arguments)
+                found = model.run(index, found, arguments)
+            model.drop(prefix)
+            own = _median_error(alone, wanted, wanted - inputs)
+            blocks.append(Block(index, own, _median_error(found, wanted, wanted)))
+            return_freed_memory()
+            tell(index + 1)
+        answers = _answers(task, written, given.ids, wanted, found)
+    return {
+        "text": given.text,
+        "tokens": given.ids.numel(),
+        **(answers.figures() if answers else NO_ANSWERS),
+        "blocks": [block.figures() for block in blocks],
+        "faults": [block.index for block in faults(blocks)],
+        "problem": verdict(blocks, answers, model.prefix),
+    }
+
+
+def _first(model: StreamedModel, ids: Tensor, read: Read | None) -> tuple[Tensor, Arguments]:
+    states, arguments = model.first_inputs([ids], read)
+    return states[0], arguments
+
+
+def _median_error(found: Tensor, wanted: Tensor, scale: Tensor) -> float:
+    """Squared error of a token relative to the square of `scale`; the median over tokens, since the
+    few with huge states, the first ones, would decide a sum alone."""
+    lost, whole = (x.double().square().sum(-1) for x in (found - wanted, scale))
+    return float((lost / whole.clamp_min(torch.finfo(torch.float32).tiny)).median())
+
+
+def _answers(
+    task: Task, written: Written, ids: Tensor, wanted: Tensor, found: Tensor
+) -> Answers | None:
+    """What both models answer; None if the checkpoint has no head. One text at a time: logits may
+    be larger than all states."""
+    model, outside = task.model, task.model.prefix + "."
+    if model.is_encoder or model.unfilled:
+        return None
+    both: list[Tensor] = []
+    as_tuple: bool | None = None
+    for read, states in ((None, wanted), (written.read, found)):
+        model.fill("", skip=outside, read=read)
+        as_tuple = model.returns_tuple(ids[:1]) if as_tuple is None else as_tuple
+        with nullcontext() if read is None else written.packed_head():
+            each = [
+                model.logits(ids[i : i + 1], states[i : i + 1], as_tuple)[0, ids.shape[1] // 2 :]
+                for i in range(len(ids))
+            ]
+        both.append(torch.cat(each).float().log_softmax(-1))
+        model.drop("", skip=outside)
+    return Answers.of(*both)
