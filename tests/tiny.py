@@ -35,7 +35,7 @@ ARCHITECTURES = {
     "BertModel": ("BertConfig", SMALL),
 }
 
-QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
 # Mixtures of experts, as ARCHITECTURES; two of their layers, as experts are many linears
 MIXTURES = {

@@ -127,10 +127,8 @@ def differences(
                 problems.append((name, f"missing: {TENSORS} says {source} became it."))
             elif each.how != QUANTIZED and not _same_size(entries[name].shape, each):
                 told = f"has shape {entries[name].shape}, {TENSORS} says {each.shape}"
-                several = (
-                    "" if len(each.names) == 1 else f" for {len(each.names)} tensors of a size"
-                )
-                problems.append((name, f"{told}{several}."))
+                told += f" for {len(each.names)} tensors of a size" if each.names[1:] else ""
+                problems.append((name, f"{told}."))
             elif each.how == COPIED and dtype_name(entries[name].dtype) != each.dtype:
                 told = f"is {dtype_name(entries[name].dtype)}, {TENSORS} says {each.dtype}."
                 problems.append((name, told))

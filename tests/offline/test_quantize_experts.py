@@ -1,7 +1,5 @@
-"""Mixtures of experts from checkpoint to text: calibrated by their routing, written as one packed
-linear per expert, run by transformers and by the engine."""
+"""Mixtures of experts in a job: calibrated by their routing, trained, resumed; bad input."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,12 +9,8 @@ from jobs import stop_before_the_end
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, write_checkpoint
 
-from billfish.checkpoints.convert import convert
-from billfish.checkpoints.inspect import inspect
 from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.verify import verify
-from billfish.engine.llm import LLM
-from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.linear import QuantLinear
@@ -36,133 +30,6 @@ from billfish.solvers import finetune
 from billfish.solvers.methods import METHODS
 
 CPU = torch.device("cpu")
-FIRST = {  # an expert's tensors of layer 0 in files, but for the leaf
-    "MixtralForCausalLM": "model.layers.0.block_sparse_moe.experts.1.w2",
-    "Qwen2MoeForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
-    "Qwen3MoeForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
-    "GptOssForCausalLM": "model.layers.0.mlp.experts.1.down_proj",
-}
-ROUTERS = {
-    "MixtralForCausalLM": "block_sparse_moe.gate",
-    "Qwen2MoeForCausalLM": "mlp.gate",
-    "Qwen3MoeForCausalLM": "mlp.gate",
-    "GptOssForCausalLM": "mlp.router",
-}
-
-
-@pytest.fixture(scope="module", params=MIXTURES)
-def made(request, tmp_path_factory):
-    """(architecture, source, quantized by GPTQ, report)"""
-    folder = tmp_path_factory.mktemp("made")
-    source = write_checkpoint(folder / "source", request.param)
-    text = folder / "text.txt"
-    text.write_text("all experts of a mixture see some of these tokens, 0123456789. " * 40)
-    report = quantize(asked(source, folder / "out", str(text)))
-    return request.param, source, folder / "out", report
-
-
-def test_what_is_written(made):
-    """One packed linear per expert under its public name; routers and gates as they were."""
-    architecture, _, out, report = made
-    found = Checkpoint(out)
-    name = FIRST[architecture]
-    assert {f"{name}.weight_packed", f"{name}.weight_scale", f"{name}.weight_shape"} <= {*found}
-    assert f"{name}.weight" not in found
-    router = f"model.layers.0.{ROUTERS[architecture]}"
-    assert found.entries[f"{router}.weight"].dtype == torch.bfloat16
-    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    assert router in ignored and "lm_head" in ignored
-    if architecture == "Qwen2MoeForCausalLM":
-        assert "model.layers.0.mlp.shared_expert_gate" in ignored
-        assert "model.layers.0.mlp.shared_expert.up_proj.weight_packed" in found
-    assert verify(out)["problems"] == []
-    count = sum(".experts." in layer["name"] for layer in report["layers"])
-    assert count == 2 * 3 * (
-        4 if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") else 6
-    )
-    assert all(layer["error"] < 0.05 for layer in report["layers"])
-    assert inspect(out)["packed_linears"] == len(report["layers"])
-
-
-def dense_twin(source, out):
-    """The original model with the decoded weights of the packed one."""
-    packed, _ = load(out, dtype=torch.float32)
-    twin = type(packed).from_pretrained(source, dtype=torch.float32).eval()
-    state = packed.state_dict()
-    for name, parameter in twin.named_parameters():
-        if name in state:
-            parameter.data.copy_(state[name].float())
-    for name, module in packed.named_modules():
-        if isinstance(module, QuantLinear) and ".experts." not in name:
-            twin.get_submodule(name).weight.data.copy_(module.weight)
-    for name, module in twin.named_modules():
-        if hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3:
-            single = packed.get_submodule(name)
-            for expert in range(single.count):
-                gate, up, down = single.get_submodule(str(expert)).children()
-                transposed = module.is_transposed
-                both = (
-                    torch.stack((gate.weight, up.weight), 1)
-                    if transposed
-                    else (gate.weight, up.weight)
-                )
-                both = both.flatten(0, 1).T if transposed else torch.cat(both)
-                module.gate_up_proj.data[expert] = both
-                module.down_proj.data[expert] = down.weight.T if transposed else down.weight
-    return packed, twin
-
-
-def test_packed_experts_compute_what_their_decoded_weights_compute(made):
-    _, source, out, _ = made
-    packed, twin = dense_twin(source, out)
-    ids = torch.randint(3, 100, (2, 40))
-    with torch.no_grad():
-        found, expected = packed(ids).logits, twin(ids).logits
-    assert (found - expected).norm() < 1e-3 * expected.norm()
-
-
-def test_they_are_saved_as_they_were_loaded(made, tmp_path):
-    _, _, out, _ = made
-    model, tokenizer = load(out)
-    model.save_pretrained(tmp_path / "saved")
-    tokenizer.save_pretrained(tmp_path / "saved")
-    before, after = Checkpoint(out), Checkpoint(tmp_path / "saved")
-    assert {*before} == {*after}
-    for name in before:
-        if "packed" in name or "scale" in name:
-            assert torch.equal(before.tensor(name), after.tensor(name)), name
-    assert verify(tmp_path / "saved")["problems"] == []
-
-
-def test_engine_and_transformers_write_the_same(made):
-    architecture, _, out, _ = made
-    model, tokenizer = load(out, dtype=torch.float32)
-    prompts = ["a mixture", "0123456789" * 3, "of"]
-    if architecture == "GptOssForCausalLM":
-        with pytest.raises(UserError, match=r"self_attn\.sinks.*billfish\.load"):
-            LLM(out)
-        return
-    with LLM(out, dtype=torch.float32) as llm:
-        how = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, how)]
-    for prompt, tokens in zip(prompts, found, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
-        assert list(tokens) == expected[0, ids.shape[1] :].tolist()
-
-
-def test_other_formats_hold_them(made, tmp_path):
-    _, _, out, _ = made
-    convert(out, tmp_path / "gptq", "gptq")
-    assert verify(tmp_path / "gptq")["problems"] == []
-    ids = torch.randint(3, 100, (1, 20))
-    with torch.no_grad():
-        one, two = (
-            load(path, dtype=torch.float32)[0](ids).logits for path in (out, tmp_path / "gptq")
-        )
-    assert (one - two).norm() < 1e-4 * one.norm()
-
-
 # -- calibration
 
 
@@ -233,7 +100,7 @@ def test_an_expert_sees_its_own_tokens_and_the_original_ones_beside_them(tmp_pat
     xs, ys = (torch.cat([call[0] for call in each]) for each in (calls, originals))
     index, other = (torch.cat([call[1] for call in each]) for each in (calls, originals))
     assert not torch.equal(index, other)  # the two models route some tokens differently
-    assert len(known) == 6
+    assert len(known) == 4
     for expert, (hessian, drift) in enumerate(known):
         rows = (index == expert).any(-1)
         assert rows.sum() >= experts.fewest(64)
@@ -289,7 +156,7 @@ def test_an_expert_without_tokens_is_calibrated_on_all_and_listed(tmp_path, text
 
 def test_a_stopped_job_ends_in_the_same_bytes(tmp_path, text, monkeypatch):
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM")
-    whole = asked(source, tmp_path / "whole", text)
+    whole = asked(source, tmp_path / "whole", text, check=False)
     quantize(whole)
     parts = replace(whole, output=tmp_path / "parts")
     stop_before_the_end(monkeypatch, parts)
@@ -309,8 +176,11 @@ SCHEMES = {
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_takes_experts(tmp_path, text, scheme):
-    source = write_checkpoint(tmp_path / "source", "Qwen2MoeForCausalLM", num_hidden_layers=1)
-    quantize(asked(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
+    source = write_checkpoint(
+        tmp_path / "source", "Qwen2MoeForCausalLM", num_hidden_layers=1, num_experts=3
+    )
+    report = quantize(asked(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
+    assert report["check"]["problem"] is None
     assert verify(tmp_path / "out")["problems"] == []
     model, _ = load(tmp_path / "out", dtype=torch.float32)
     ids = torch.randint(3, 100, (1, 20))
@@ -342,21 +212,6 @@ def test_training_follows_the_routing(tmp_path, monkeypatch):
 # -- plan and bad input
 
 
-def test_plan_counts_what_the_job_writes(made, text):
-    architecture, source, out, report = made
-    told = plan(asked(source, None, text))
-    assert told["totals"]["quantized"] == len(report["layers"])
-    written = sum(entry.nbytes for entry in Checkpoint(out).entries.values())
-    assert told["totals"]["bytes_after"] == written
-    gates = [row for row in told["layers"] if "decides which experts" in (row["skip"] or "")]
-    assert len(gates) == (4 if architecture == "Qwen2MoeForCausalLM" else 2)
-    # An expert's down is cut along its inputs: a shard must hold whole groups of 32.
-    wide = 128 if architecture in ("MixtralForCausalLM", "GptOssForCausalLM") else 64
-    leaf = "w2" if architecture == "MixtralForCausalLM" else "down_proj"
-    (down,) = [row for row in told["layers"] if row["module"].endswith(f"0.mlp.experts.1.{leaf}")]
-    assert down["tp"] == [degree for degree in (1, 2, 4, 8) if wide // degree % 32 == 0]
-
-
 def test_plan_counts_one_expert_in_memory_and_the_tokens_it_gets(tmp_path, text):
     """Twice as many experts: as much memory for the block, and hardly more time for passes."""
     few, many = (
@@ -384,14 +239,14 @@ def damaged(path, change):
 
 NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 BAD = {
-    "missing": (lambda held: held.pop(NAME), rf"{NAME}.*missing: the layer has 6 experts"),
+    "missing": (lambda held: held.pop(NAME), rf"{NAME}.*missing: the layer has 4 experts"),
     "unequal": (
         lambda held: held.update({NAME: held[NAME][:32].clone()}),
         rf"{NAME}.*has shape \(32, 64\), and other experts of the layer have \(64, 64\)",
     ),
     "too many": (
-        lambda held: held.update({NAME.replace(".3.", ".6."): held[NAME].clone()}),
-        "config.json says 6 experts",
+        lambda held: held.update({NAME.replace(".3.", ".4."): held[NAME].clone()}),
+        "config.json says 4 experts",
     ),
 }
 
