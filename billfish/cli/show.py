@@ -362,9 +362,10 @@ def verification(result: Result) -> None:
     for found in result["problems"]:
         where = ": ".join(part for part in (found["file"], found["tensor"]) if part)
         out.print(f"[bold red]bad[/]  {escape(where)}: {escape(found['problem'])}")
+    traced = checked["source_tensors"]
     verdict = "[green]ok[/]" if result["ok"] else f"[bold red]{len(result['problems'])} problems[/]"
     out.print(
         f"{verdict}  {checked['files']} files, {checked['hashes']} hashes, "
         f"{checked['tensors']} tensors, {checked['packed_linears']} packed linears checked"
-        + (f"; all {traced} tensors of the source" if (traced := checked["source_tensors"]) else "")
+        + (f"; {traced} entries of the source's tensors" if traced else "")
     )

@@ -104,8 +104,8 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
             return BillfishLinearMethod(self, packed)
         if isinstance(layer, ParallelLMHead) and self.dialect.scheme(prefix) is not None:
             raise UserError(
-                f"{prefix}: is quantized, which runs in vLLM only as 16 bits. Quantize the model "
-                "without its head, as `billfish quantize` does."
+                f"{prefix}: is quantized, and Billfish runs no packed head in vLLM. Quantize the "
+                "model without --head-bits."
             )
         if isinstance(layer, RoutedExperts) and self.dialect.scheme(f"{prefix}.0.down_proj"):
             raise UserError(

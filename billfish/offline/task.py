@@ -246,8 +246,13 @@ class Task:
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             details = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
-            told = before.get("dtype") if "dtype" in changed else None
-            other = f", with --dtype {told}" if told else ""
+            ways = {"dtype": "--dtype ", "threads": "OMP_NUM_THREADS="}
+            told = [
+                f"{way}{before[key]}"
+                for key, way in ways.items()
+                if key in changed and before.get(key)
+            ]
+            other = f", with {' and '.join(told)}" if told else ""
             raise UserError(
                 f"{where}: holds a job made another way ({details}). "
                 f"Run that command again{other}, or start over with --fresh."

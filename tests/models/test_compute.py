@@ -374,6 +374,10 @@ def test_a_job_goes_on_in_its_own_type(half, text, tmp_path, monkeypatch):
     way_out = r"dtype was float32, is bfloat16\).*again, with --dtype float32, or .*--fresh"
     with pytest.raises(UserError, match=way_out):
         quantize(out)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.raises(UserError, match=r"again, with --dtype float32 and OMP_NUM_THREADS=\d"):
+        quantize(out)
+    monkeypatch.undo()
     quantize(replace(out, dtype="float32"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
