@@ -16,6 +16,8 @@ LONG = (
     "test_emulated.py",
     "test_driver.py",
     "test_finetune.py",
+    "test_quantize_experts.py",
+    "test_written_experts.py",
     "test_memory.py",
     "test_cli.py",
     "test_bench_serve.py",

@@ -35,6 +35,25 @@ ARCHITECTURES = {
     "BertModel": ("BertConfig", SMALL),
 }
 
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
+# Mixtures of experts, as ARCHITECTURES; two of their layers, as experts are many linears
+MIXTURES = {
+    "MixtralForCausalLM": (
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        {**GROUPED, **QWEN_MOE, "shared_expert_intermediate_size": 128},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**GROUPED, **QWEN_MOE, "head_dim": 16}),
+    "GptOssForCausalLM": (
+        "GptOssConfig",
+        {**GROUPED, **GPT_OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+}
+
 
 def character_tokenizer():
     characters = ["<eos>", "<unk>", *string.printable]
@@ -49,7 +68,8 @@ def character_tokenizer():
 
 
 def write_checkpoint(path: Path, architecture="LlamaForCausalLM", shard="10GB", **changes) -> Path:
-    config_class, values = ARCHITECTURES[architecture]
+    config_class, values = (ARCHITECTURES | MIXTURES)[architecture]
+    changes = {"num_hidden_layers": 2, **changes} if architecture in MIXTURES else changes
     config = getattr(transformers, config_class)(**{**values, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config).eval()
@@ -57,7 +77,7 @@ def write_checkpoint(path: Path, architecture="LlamaForCausalLM", shard="10GB", 
         if parameter.ndim == 1:  # norms and biases that do something
             parameter.data += 0.1 * torch.randn_like(parameter)
         elif "embed" not in name:
-            parameter.data[:, ::7] *= 3  # channels that matter more than others
+            parameter.data[..., ::7] *= 3  # channels that matter more than others
     model.save_pretrained(path, max_shard_size=shard)
     character_tokenizer().save_pretrained(path)
     return path

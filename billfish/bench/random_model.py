@@ -19,6 +19,7 @@ from billfish.bench.shapes import SETS
 from billfish.checkpoints.config import read_config, read_json
 from billfish.checkpoints.match import BUILDING
 from billfish.errors import UserError
+from billfish.models.experts import Experts, gates_of, is_fused, split_experts
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import STD, Scheme
 from billfish.schemes.registry import compile_kernels, head_scheme
@@ -46,7 +47,41 @@ _REST = {
     "qwen3-8b": _Rest("qwen3", 36, 128, 151936, 1e6, 40960),
     "smollm2-135m": _Rest("llama", 30, 64, 49152, 1e5, 8192, tied=True),
 }
-NAMES = tuple(_REST)
+# Mixtures of experts, by what their config.json says
+_QWEN3_30B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+}
+_MIXTRAL_8X7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_window": None,
+}
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-30b-a3b": ("qwen3_moe", _QWEN3_30B),
+    "mixtral-8x7b": ("mixtral", _MIXTRAL_8X7B),
+}
+NAMES = (*_REST, *_MIXTURES)
 
 
 class Silent:
@@ -84,6 +119,9 @@ def config_of(given: str) -> Any:
     """From a model's name, a config.json, or a directory with one."""
     if given in _REST:
         return _named(given)
+    if given in _MIXTURES:
+        kind, told = _MIXTURES[given]
+        return AutoConfig.for_model(kind, **told)
     path = Path(given)
     if not path.exists():
         raise UserError(
@@ -129,6 +167,8 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 def planned_bytes(model: Any, scheme: Scheme | None, head_bits: int | None = None) -> int:
     """Of an empty model's weights, once filled; raises if a scheme does not fit a linear."""
+    if scheme is not None:
+        split_experts(model)
     total: int = sum(parameter.nbytes for parameter in model.parameters())
     tied = model.config.tie_word_embeddings
     for _, linear, packed in _packed(model, scheme, head_bits):
@@ -148,6 +188,8 @@ def fill(
 ) -> None:
     """Gives an empty model its weights."""
     generator = torch.Generator(device).manual_seed(0)
+    if scheme is not None:
+        split_experts(model)
     linears = list(_packed(model, scheme, head_bits))
     compile_kernels({packed for _, _, packed in linears}, model.dtype, device, say)
     for name, linear, packed in linears:
@@ -174,14 +216,20 @@ def held_bytes(model: Any) -> int:
 
 
 def read_bytes(model: Any) -> int:
-    """Weights that every step reads: all linears, lm_head included. The embedding counts only where
-    it is tied to lm_head: otherwise a step reads one row of it for each token."""
-    total = 0
-    for module in model.modules():
-        if isinstance(module, nn.Linear | QuantLinear):
-            total += sum(parameter.nbytes for parameter in module.parameters())
-            total += module.nbytes() if isinstance(module, QuantLinear) else 0
-    return total
+    """Weights that every step reads: all linears, lm_head included, of experts as many as one token
+    is sent to. The embedding counts only where it is tied to lm_head: otherwise a step reads one
+    row of it for each token."""
+    total = 0.0
+    active = getattr(model.config, "num_experts_per_tok", 0)
+    for name, module in model.named_modules():
+        fused = is_fused(module)
+        if fused or isinstance(module, nn.Linear | QuantLinear):
+            held = sum(parameter.nbytes for parameter in module.parameters())
+            held += module.nbytes() if isinstance(module, QuantLinear) else 0
+            owner = model.get_submodule(name.rsplit(".", 2)[0]) if name.count(".") > 1 else None
+            count = len(module.gate_up_proj) if fused else getattr(owner, "count", 0)
+            total += held * active / count if fused or isinstance(owner, Experts) else held
+    return round(total)
 
 
 def _packed(
@@ -189,8 +237,10 @@ def _packed(
 ) -> Iterator[tuple[str, nn.Linear, Scheme]]:
     """The linears that checkpoints hold packed, and their schemes: those of the blocks, and with
     `head_bits` lm_head."""
+    gates = gates_of(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not model.lm_head and scheme is not None:
+        inside = isinstance(module, nn.Linear) and module is not model.lm_head
+        if scheme is not None and inside and name not in gates:
             yield name, module, scheme
     if head_bits is not None:
         n, k = model.lm_head.weight.shape

@@ -121,8 +121,9 @@ def write_origin(checkpoint: Checkpoint, target: Path, shards: list[str]) -> Non
     now = by_module(Checkpoint.of_files([str(target / shard) for shard in shards]))
     for name, each in placed.items():
         if each.how == QUANTIZED:
-            parts = now[each.names[0].rpartition(".")[0]]
-            names = tuple(full for part, full in parts.items() if part != "bias")
+            modules = dict.fromkeys(full.rpartition(".")[0] for full in each.names)
+            parts = [item for module in modules for item in now[module].items()]
+            names = tuple(full for part, full in parts if part != "bias")
             placed[name] = replace(each, names=names)
     write_tensors(target, placed, [target / shard for shard in shards])
 

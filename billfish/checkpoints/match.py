@@ -19,6 +19,7 @@ import transformers  # classes are accessed late: it may be half imported
 from transformers.utils import logging
 
 from billfish.checkpoints.config import GENERATION
+from billfish.checkpoints.experts import fused, unequal
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 
@@ -84,6 +85,9 @@ def problems(
             f"{model_class.__name__}, which it names in architectures."
         )
     config.__dict__.pop("quantization_config", None)
+    if wrong := unequal(shapes, getattr(config, "text_config", config)):
+        return wrong
+    shapes = fused(shapes, getattr(config, "model_type", None))
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         with BUILDING, quiet():

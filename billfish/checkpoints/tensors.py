@@ -1,7 +1,8 @@
 """The tensor manifest: which tensor of the source became what, a file beside the weights.
 
-    quantized   the tensors of a packed linear stand for it
-    kept        a parameter of the model, under its name and in the checkpoint's type
+    quantized   the tensors of a packed linear stand for it, or of many where the source fuses them
+    kept        a parameter of the model, in the checkpoint's type and under its name; one that the
+                source fuses (biases of experts) as a tensor for each linear
     copied      no part of the model: byte for byte as in the source (drafts for speculative
                 decoding, heads of training, rotary tables that transformers does not read)
 
@@ -12,6 +13,7 @@ shards, loading accepts tensors that no module reads if they are `copied` there.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,14 @@ def counts(placed: Mapping[str, Placed]) -> dict[str, int]:
     return {how: found[how] for how in (QUANTIZED, KEPT, COPIED)}
 
 
+def _same_size(shape: tuple[int, ...], each: Placed) -> bool:
+    """Whether a tensor is what is left of `each`; several share its numbers evenly (experts that
+    the source fuses)."""
+    if len(each.names) == 1:
+        return shape == each.shape
+    return prod(shape) * len(each.names) == prod(each.shape)
+
+
 def differences(
     placed: Mapping[str, Placed], entries: Mapping[str, Entry]
 ) -> list[tuple[str, str]]:
@@ -115,9 +125,10 @@ def differences(
             expected.add(name)
             if name not in entries:
                 problems.append((name, f"missing: {TENSORS} says {source} became it."))
-            elif each.how != QUANTIZED and entries[name].shape != each.shape:
-                told = f"has shape {entries[name].shape}, {TENSORS} says {each.shape}."
-                problems.append((name, told))
+            elif each.how != QUANTIZED and not _same_size(entries[name].shape, each):
+                told = f"has shape {entries[name].shape}, {TENSORS} says {each.shape}"
+                told += f" for {len(each.names)} tensors of a size" if each.names[1:] else ""
+                problems.append((name, f"{told}."))
             elif each.how == COPIED and dtype_name(entries[name].dtype) != each.dtype:
                 told = f"is {dtype_name(entries[name].dtype)}, {TENSORS} says {each.dtype}."
                 problems.append((name, told))

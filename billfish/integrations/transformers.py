@@ -29,6 +29,7 @@ from billfish.checkpoints.packed import unpacked
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.compute import compute_dtype, cpu_type, name_of
+from billfish.models.experts import is_fusing, split_experts
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import Scheme
 from billfish.schemes.dialect import Dialect, refuse_unknown
@@ -124,6 +125,7 @@ class BillfishQuantizer(HfQuantizer):
         warn_if_slow(model.dtype, kwargs.get("device_map"))
         self.files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
         held = tensor_dtypes(self.files)
+        split_experts(model)
         parts: dict[str, dict[str, torch.dtype]] = {}
         for tensor, dtype in held.items():
             owner, _, part = tensor.rpartition(".")
@@ -158,6 +160,11 @@ class BillfishQuantizer(HfQuantizer):
             stored = StoredLinear(self.dialect, scheme, module, bias, parts.get(in_file, {}))
             replace_module(model, name, stored)
 
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Experts are loaded one by one, as files hold them; transformers would fuse them."""
+        kept = [rule for rule in weight_conversions if not is_fusing(rule)]
+        return super().update_weight_conversions(kept, model)  # type: ignore[no-untyped-call]
+
     def _refuse_unread(self, model: Any) -> None:
         """Raise if no module takes a tensor of the files. A class that config.json does not name,
         such as the base model without its head, may leave some unread."""
@@ -168,7 +175,8 @@ class BillfishQuantizer(HfQuantizer):
 
     def _name_in_file(self, name: str, prefix: str, held: Container[str]) -> str:
         """Names in the file may have or lack the base model's prefix (LlamaModel, ForCausalLM)."""
-        for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
+        for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."), mixtral):
             if f"{candidate}.{self.dialect.words}" in held or f"{candidate}.weight" in held:
                 return candidate
         return name

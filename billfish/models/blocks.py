@@ -5,7 +5,7 @@ frees them. Inputs of blocks are caught by module hooks instead of tracing, so a
 decoder (or encoder) is a list of blocks. Quantization is not known here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,34 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from billfish.checkpoints.match import (
-    BUILDING,
-    architecture,
-    model_config,
-    parts_of_their_own,
-    problems,
-    refuse,
-)
-from billfish.checkpoints.packed import recognize
+from billfish.checkpoints.experts import unfused
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
+from billfish.models.experts import Experts, Lend, idle_experts
+from billfish.models.skeleton import find_blocks, skeleton
 
 Shape = tuple[int, ...]  # (batch, length)
 Read = Callable[[str, torch.device], Tensor]  # name of a tensor in the checkpoint -> its value
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Puts torch.empty, which allocates every large parameter, on the meta device. Buffers such as
-    rotary tables are computed as usual."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -54,18 +36,14 @@ class LinearName:
     k: int
 
 
-RECURRENT = ("mamba", "time_mix")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
 class StopForward(Exception):
     """Raised by a hook to end a forward pass once it has recorded what it needs."""
 
 
 class StreamedModel:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.model = skeleton(checkpoint)
+        self.checkpoint, self.dtype, self.device = unfused(checkpoint), dtype, device
+        self.model = skeleton(self.checkpoint)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -75,6 +53,20 @@ class StreamedModel:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self._aliases = {alias: tied for tied in names.values() for alias in tied}
+        modules = self.model.named_modules()
+        self._experts = {name: found for name, found in modules if isinstance(found, Experts)}
+        self._lent: set[str] = set()  # weights of experts: read when one runs
+        for name, module in self._experts.items():
+            module.lend = self._lender(name, self.read)
+            inside = (f"{name}.{path}" for path, _ in module.named_parameters())
+            self._lent.update(path for path in inside if path.endswith(".weight"))
+
+    def _lender(self, experts: str, read: Read) -> Lend:
+        # A plain function: a bound method would be copied, with the model, wherever a block is.
+        def lend(expert: int, names: Sequence[str]) -> dict[str, Tensor]:
+            return {name: self._value(f"{experts}.{expert}.{name}", read) for name in names}
+
+        return lend
 
     def _stored_names(self) -> dict[str, str]:
         """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
@@ -96,7 +88,8 @@ class StreamedModel:
         base = getattr(self.model, "base_model_prefix", "") + "."
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
         old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
-        candidates = (name, base + name, name.removeprefix(base), old, base + old)
+        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
+        candidates = (name, base + name, name.removeprefix(base), old, base + old, mixtral)
         return next((candidate for candidate in candidates if candidate in self.checkpoint), None)
 
     def strangers(self) -> list[str]:
@@ -148,12 +141,25 @@ class StreamedModel:
         return tensor
 
     def fill(self, prefix: str, skip: str = "\0", read: Read | None = None) -> None:
-        """Load the parameters whose names start with `prefix`, except those that start with
-        `skip`; from the checkpoint, unless `read` gives other values for them."""
-        for name, stored in self.stored.items():
-            if name.startswith(prefix) and not name.startswith(skip):
-                value = (read or self.read)(stored, self.device)
-                self._set(name, value.to(self.dtype) if value.is_floating_point() else value)
+        """Load the parameters whose names start with `prefix`, except those that start with `skip`;
+        from the checkpoint, unless `read` gives other values for them. Weights of experts are read
+        from there whenever one runs."""
+        read = read or self.read
+
+        def chosen(name: str) -> bool:
+            return name.startswith(prefix) and not name.startswith(skip)
+
+        for name in self.stored:
+            if chosen(name) and name not in self._lent:
+                self._set(name, self._value(name, read))
+        for name, experts in self._experts.items():
+            if chosen(name):
+                experts.lend = self._lender(name, read)
+
+    def _value(self, name: str, read: Read) -> Tensor:
+        """A parameter as the model computes with it."""
+        value = read(self.stored[name], self.device)
+        return value.to(self.dtype) if value.is_floating_point() else value
 
     def drop(self, prefix: str, skip: str = "\0") -> None:
         for name in self.stored:
@@ -240,7 +246,8 @@ class StreamedModel:
             raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
-        self.forward(ids)
+        with idle_experts(self.blocks[0]):
+            self.forward(ids)
         handle.remove()
         self.drop(self.block_prefix(0))
         return found[0]
@@ -334,65 +341,3 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: _as_dtype(item, dtype) for key, item in value.items()}
     return value
-
-
-def skeleton(checkpoint: Checkpoint) -> Any:
-    """The model that config.json describes, with parameters on the meta device; raises unless the
-    checkpoint's tensors match it."""
-    model_class, config = architecture(checkpoint), model_config(checkpoint)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{checkpoint.path}: encoder-decoder models are not supported.")
-    if checkpoint.config.get("quantization_config") is not None:
-        raise UserError(
-            f"{checkpoint.path}: is quantized already ({recognize(checkpoint)[1]}). "
-            "Start from the original, or use `billfish convert` to change its format."
-        )
-    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
-    found = problems(checkpoint, shapes, model_class=model_class, config=config)
-    strangers = parts_of_their_own(checkpoint, found)
-    refuse(checkpoint, [(name, told) for name, told in found if name not in strangers])
-    with BUILDING, _EmptyOnMeta():
-        return model_class._from_config(config)
-
-
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """(name, ModuleList) of the blocks: the ModuleList with most parameters."""
-    best: tuple[int, str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            size = sum(parameter.numel() for parameter in module.parameters())
-            if best is None or size > best[0]:
-                best = (size, name, module)
-    if best is None:
-        raise UserError(f"{type(model).__name__} has no list of blocks; nothing to stream.")
-    _, name, blocks = best
-    reason = _unlike_linears(model, name, blocks)
-    if reason:
-        raise UserError(
-            f"{type(model).__name__}: {reason}. Only attention and plain linears can be quantized "
-            "for now."
-        )
-    return name, blocks
-
-
-def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str | None:
-    """Why the blocks cannot be quantized, or None: they hold weights of three dimensions (fused
-    experts, recurrent layers), or no linears."""
-    config = getattr(model, "config", None)
-    for path, module in blocks.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim != 3:
-                continue
-            where = f"{name}.{path}.{leaf}, {tuple(parameter.shape)}"
-            if isinstance(module, nn.Conv1d) or any(sign in where for sign in RECURRENT):
-                return (
-                    f"its blocks hold recurrent layers, of a state-space model or alike ({where})"
-                )
-            if any(getattr(config, key, None) for key in EXPERTS):
-                return f"it is a mixture of experts, whose weights are fused ({where})"
-            return f"its blocks hold weights of three dimensions ({where})"
-    if not any(isinstance(module, nn.Linear) for module in blocks.modules()):
-        kinds = sorted({type(module).__name__ for module in blocks.modules()} & {"Conv1D"})
-        but = " but Conv1D, GPT-2's, which store weights transposed" if kinds else ""
-        return f"its blocks ({name}) hold no nn.Linear{but}"
-    return None

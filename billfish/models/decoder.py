@@ -51,9 +51,9 @@ class _Family:
 
     model_type: str
     attention: frozenset[str]  # names of all children of self_attn
-    # Which layers use config.sliding_window. Llama ignores it; Mistral and Phi-3 use it in every
-    # layer; Qwen has a type for each layer in layer_types (derived from use_sliding_window and
-    # max_window_layers if a checkpoint has none).
+    # Which layers use config.sliding_window. Llama ignores it; Mistral, Mixtral, Phi-3 and
+    # Qwen3-MoE use it in every layer; other Qwens have a type for each layer in layer_types
+    # (derived from use_sliding_window and max_window_layers if a checkpoint has none).
     windows: str  # "none", "all" or "by type"
 
 
@@ -68,6 +68,9 @@ _FAMILIES = {
     "Phi3ForCausalLM": _Family("phi3", _FUSED, "all"),
     "Qwen2ForCausalLM": _Family("qwen2", _SPLIT, "by type"),
     "Qwen3ForCausalLM": _Family("qwen3", _NORMED, "by type"),
+    "MixtralForCausalLM": _Family("mixtral", _SPLIT, "all"),
+    "Qwen2MoeForCausalLM": _Family("qwen2_moe", _SPLIT, "by type"),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", _NORMED, "all"),
 }
 _TOP = frozenset({"model", "lm_head"})
 _MODEL = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
@@ -127,11 +130,15 @@ class Decoder:
         self.head = model.lm_head
         # Joined products: on a CPU they save 90 of 210 calls a step.
         self._qkv = [_one(layer.self_attn, "qkv_proj", _QKV) for layer in self.layers]
-        self._gated = [_gated(layer.mlp) for layer in self.layers]
-        self._gate_up = [
-            op.both if op else _one(layer.mlp, "gate_up_proj", _GATE_UP)
-            for layer, op in zip(self.layers, self._gated, strict=True)
-        ]
+        # Layers whose MLP is a router with experts: transformers' module, or models/experts.py's
+        # for packed ones.
+        self.mixtures = {i for i, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+        dense = {i: layer.mlp for i, layer in enumerate(self.layers) if i not in self.mixtures}
+        self._gated = {i: _gated(mlp) for i, mlp in dense.items()}
+        self._gate_up = {
+            i: op.both if (op := self._gated[i]) else _one(mlp, "gate_up_proj", _GATE_UP)
+            for i, mlp in dense.items()
+        }
         self.dtype: torch.dtype = self.embed.weight.dtype
         self.device: torch.device = self.embed.weight.device
 
@@ -165,13 +172,13 @@ class Decoder:
         the weights of the model's own linears: only for a model that nothing else uses."""
         for index, layer in enumerate(self.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            for products, module, names in (
-                (self._qkv, attention, _QKV),
-                (self._gate_up, mlp, _GATE_UP),
-            ):
-                parts = [getattr(module, name) for name in names if hasattr(module, name)]
-                products[index] = prepack(products[index], *parts)
-            attention.o_proj, mlp.down_proj = prepack(attention.o_proj), prepack(mlp.down_proj)
+            parts = [getattr(attention, name) for name in _QKV if hasattr(attention, name)]
+            self._qkv[index] = prepack(self._qkv[index], *parts)
+            attention.o_proj = prepack(attention.o_proj)
+            if index not in self.mixtures:
+                parts = [getattr(mlp, name) for name in _GATE_UP if hasattr(mlp, name)]
+                self._gate_up[index] = prepack(self._gate_up[index], *parts)
+                mlp.down_proj = prepack(mlp.down_proj)
         # A tied head is then stored twice, as the embedding lookup needs plain rows. It saves 5 %
         # of a step of SmolLM2.
         tied = type(self.head) is nn.Linear and self.head.weight is self.embed.weight
@@ -236,7 +243,11 @@ class Decoder:
         return q, k, v
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
-        mlp, gated = self.layers[index].mlp, self.gated(index)
+        mlp = self.layers[index].mlp
+        if index in self.mixtures:
+            mixed: Tensor = mlp(x[None])[0]
+            return mixed
+        gated = self.gated(index)
         if gated is not None:
             y = gated(x)
         else:

@@ -115,7 +115,9 @@ def find_reordering(
 
 def _output_channels(module: nn.Module) -> int | None:
     """Output channels of a layer that can absorb a scale: a linear, or a norm with a weight for
-    each channel; None for others."""
+    each channel; None for others, and for experts, which are not in memory."""
+    if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return None
     if isinstance(module, nn.Linear):
         return module.out_features
     weight = getattr(module, "weight", None)

@@ -16,11 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from billfish.models.blocks import Arguments, StopForward, StreamedModel
+from billfish.models.experts import Experts, idle_experts
+
+# Hidden states (tokens, hidden), and experts and their weights (tokens, experts a token)
+Call = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A child of the block whose output is one tensor, alone or first in a tuple."""
+    """A child of the block, or Experts, whose output is one tensor, alone or first in a tuple."""
 
     name: str
     linears: frozenset[str]
@@ -36,8 +40,14 @@ class Part:
 class BlockStructure:
     """Structure of a block, found by one forward pass."""
 
-    groups: list[list[str]]  # linears in execution order; those that read one tensor are a group
+    # Linears in execution order; those that read one tensor are a group, as are those of Experts.
+    groups: list[list[str]]
     parts: list[Part]
+    experts: list[str]  # paths of Experts
+
+    def experts_of(self, group: list[str]) -> str | None:
+        """The Experts whose linears these are."""
+        return next((path for path in self.experts if group[0].startswith(f"{path}.")), None)
 
 
 def probe_structure(
@@ -45,9 +55,14 @@ def probe_structure(
 ) -> BlockStructure:
     block = model.blocks[index]
     linears = [linear.path for linear in model.linears(index)]
+    experts = {path: m for path, m in block.named_modules() if isinstance(m, Experts)}
+    owned = {
+        path: [linear for linear in linears if linear.startswith(f"{path}.")] for path in experts
+    }
+    routed = {linear for some in owned.values() for linear in some}
     read: list[tuple[Tensor, list[str]]] = []  # references keep data pointers unique
     written: list[tuple[Tensor, str]] = []
-    outputs: dict[str, list[Any]] = {}  # by child, in execution order
+    outputs: dict[str, list[Any]] = {}  # by child, and experts; in execution order
 
     def reads(path: str, x: Tensor) -> None:
         for seen, paths in read:
@@ -57,7 +72,7 @@ def probe_structure(
         read.append((x, [path]))
 
     handles = []
-    for path in linears:
+    for path in (path for path in linears if path not in routed):
         module = block.get_submodule(path)
         handles.append(
             module.register_forward_pre_hook(lambda m, args, path=path: reads(path, args[0]))
@@ -67,13 +82,20 @@ def probe_structure(
                 lambda m, args, output, path=path: written.append((output, path))
             )
         )
-    for name, child in block.named_children():
+    for path, module in experts.items():
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda m, args, path=path: read.append((args[0].clone(), owned[path]))
+            )
+        )
+    for name, child in [*block.named_children(), *experts.items()]:
         handles.append(
             child.register_forward_hook(
                 lambda m, args, output, n=name: outputs.setdefault(n, []).append(output)
             )
         )
-    model.run(index, probe, arguments)
+    with idle_experts(block):
+        model.run(index, probe, arguments)
     for handle in handles:
         handle.remove()
     parts, needs = [], frozenset[str]()
@@ -84,11 +106,12 @@ def probe_structure(
         # Cache only children that run once a pass and return one tensor of the hidden state's
         # shape.
         alone = len(given) == 1 and not any(isinstance(item, Tensor) for item in rest)
-        if inside and alone and isinstance(first, Tensor) and first.shape == probe.shape:
+        whole = isinstance(first, Tensor) and first.numel() == probe.numel()
+        if inside and alone and whole and (name in experts or first.shape == probe.shape):
             last = next((p for tensor, p in written if p in inside and same(tensor, first)), None)
             after = tuple(rest) if isinstance(given[0], tuple) else None
             parts.append(Part(name, inside, needs, last, after))
-    return BlockStructure([paths for _, paths in read], parts)
+    return BlockStructure([paths for _, paths in read], parts, [*experts])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -150,6 +173,18 @@ class BlockRunner:
             assert output is not None
             self._set_output(batch, output)
         return caught[0] if caught else None
+
+    def routing(self, batch: int, experts: str) -> Call:
+        """What a router gives its Experts, where the pass stops."""
+        caught: list[Call] = []
+
+        def see(module: nn.Module, args: Call) -> None:
+            caught.append(args)
+            raise StopForward
+
+        with self._hook(experts, see), self._parts(batch):
+            self._run(batch)
+        return caught[0]
 
     def mark_final(self, paths: list[str]) -> None:
         """These linears now have their final weights: compute the outputs that were pending."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from billfish.models.blocks import Arguments, StreamedModel
+from billfish.models.experts import Experts, idle_experts
 from billfish.models.fold import FoldSource, find_reordering, fold_source
 from billfish.models.passes import (
     BlockRunner,
@@ -26,6 +27,8 @@ from billfish.models.passes import (
     rounded_input,
 )
 from billfish.offline.activations import Activations
+from billfish.offline.experts import ExpertsJob
+from billfish.offline.streaming import return_freed_memory
 from billfish.schemes.base import Scheme, Solved
 from billfish.schemes.registry import quantizer
 from billfish.solvers.methods import Method
@@ -68,6 +71,7 @@ class BlockJob:
         if self.arguments is None:
             for path in self.paths:
                 self._quantize([path], self._weights([path]), None, on_linear)
+                return_freed_memory()
         elif self.method.refine is not None and self.paths:
             return self._solve_and_refine(activations, on_linear, self.method.refine)
         elif self.method.follows_original:
@@ -97,7 +101,9 @@ class BlockJob:
 
         inputs, targets = activations.quantized, activations.original
         seed = self.seed + self.index
-        found = refine(Refining(solved, inputs, targets, run, self.steps, seed, self.on_step))
+        routes = bool(self._routed)
+        asked = Refining(solved, inputs, targets, run, self.steps, seed, self.on_step, routes)
+        found = refine(asked)
         for path, final in {**untrained, **found.solved}.items():
             self._put(path, final.decoded)
             on_linear(path, final)
@@ -121,9 +127,16 @@ class BlockJob:
         )
         groups = [[path for path in group if path in self.paths] for group in found.groups]
         seen = {path for group in groups for path in group}
-        # Experts that no token of the first sequence reached come last, each alone.
+        # Linears that did not run for the first sequence come last, each alone.
         groups = [group for group in groups if group] + [[p] for p in self.paths if p not in seen]
         for paths in groups:
+            experts = found.experts_of(paths)
+            if experts is not None:
+                self._solve_experts(experts, quantized, original, on_linear)
+                quantized.mark_final(paths)
+                if paths is groups[-1]:
+                    original.finish()
+                continue
             statistics = self._compare(paths, quantized, original, paths is groups[-1])
             self._quantize(paths, self._weights(paths), statistics, on_linear)
             quantized.mark_final(paths)
@@ -142,11 +155,33 @@ class BlockJob:
         for batch in range(len(quantized.states)):
             x = quantized.input(batch, paths[0])
             y = original.input_and_continue(batch, paths[0], whole_block=last)
-            # The two models may route different tokens to an expert: their inputs cannot be
-            # compared.
-            if x is not None:
+            if x is not None:  # else it did not run for this batch, in one of the two models
                 statistics.add(x, y if y is not None and y.shape == x.shape else None)
         return statistics
+
+    def _solve_experts(
+        self, path: str, quantized: BlockRunner, original: BlockRunner | None, on_linear: OnLinear
+    ) -> None:
+        """Quantize Experts from what the router sends them; their outputs are cached."""
+        model, prefix = self.model, self.model.block_prefix(self.index)
+        job = ExpertsJob(
+            model, prefix, path, self.paths, self.scheme, self.method, self.stored_dtype
+        )
+        calls, originals = (
+            [] if runner is None else [runner.routing(i, path) for i in range(len(runner.states))]
+            for runner in (quantized, original)
+        )
+
+        def solved(linear: str, found: Solved) -> None:
+            if self.method.refine is not None and found.rounding is not None:  # training runs them
+                block = model.blocks[self.index]
+                self.rounding.enter_context(rounded_input(block, [linear], found.rounding))
+            on_linear(linear, found)
+
+        outputs, expected = job.solve(calls, originals, solved)
+        quantized.cached |= {(path, batch): output for batch, output in enumerate(outputs)}
+        if original is not None:
+            original.cached |= {(path, batch): output for batch, output in enumerate(expected)}
 
     def _structure(self, activations: Activations) -> BlockStructure:
         return probe_structure(
@@ -158,7 +193,8 @@ class BlockJob:
         order them, as far as the layers that produce them can absorb it."""
         choose = getattr(quantizer(self.scheme), "channel_factors", None)
         order = getattr(quantizer(self.scheme), "channel_order", None)
-        together, groups = groups, [g for g in groups if all(path in self.paths for path in g)]
+        together = groups
+        groups = [g for g in groups if all(p in self.paths and p not in self._routed for p in g)]
         if choose is None or not groups:
             return
         squares: dict[str, Tensor] = {}
@@ -168,9 +204,8 @@ class BlockJob:
             squares[path] = squares.get(path, 0) + rows.square().sum(0)
 
         tokens = 0
-        with observe_inputs(
-            self.model.blocks[self.index], {group[0]: partial(see, group[0]) for group in groups}
-        ):
+        block = self.model.blocks[self.index]
+        with idle_experts(block), observe_inputs(block, {g[0]: partial(see, g[0]) for g in groups}):
             for state in activations.quantized:
                 self.model.run(self.index, state, self._arguments())
                 tokens += state.shape[:2].numel()
@@ -191,23 +226,31 @@ class BlockJob:
 
     def _solve_together(self, activations: Activations, on_linear: OnLinear) -> None:
         model, arguments = self.model, self._arguments()
-        groups = self._structure(activations).groups
+        found = self._structure(activations)
+        groups = [group for group in found.groups if not found.experts_of(group)]
         statistics = [Statistics(self._linear(g[0]).in_features, model.device) for g in groups]
         see = {g[0]: s.add for g, s in zip(groups, statistics, strict=True)}
-        with observe_inputs(model.blocks[self.index], see):
+        block = model.blocks[self.index]
+        with idle_experts(block), observe_inputs(block, see):
             for state in activations.quantized:
                 model.run(self.index, state, arguments)
         for group, known in zip(groups, statistics, strict=True):
             if self.method.folds and all(path in self.paths for path in group):
                 self._fold_scales(group, known, activations)
-        left = set(self.paths)
+        left = set(self.paths) - self._routed
         for group, known in zip(groups, statistics, strict=True):
             for path in (path for path in group if path in left):
                 self._quantize([path], self._weights([path]), known, on_linear)
                 left.remove(path)
         for path in (path for path in self.paths if path in left):
             self._quantize([path], self._weights([path]), None, on_linear)
-        self._run(activations)
+        final = {linear.path for linear in model.linears(self.index)}
+        runner = BlockRunner(
+            model, self.index, block, activations.quantized, arguments, found, final - self._routed
+        )
+        for path in found.experts:
+            self._solve_experts(path, runner, None, on_linear)
+        runner.finish()
 
     def _fold_scales(self, group: list[str], known: Statistics, activations: Activations) -> None:
         """AWQ's scales, if there is a layer that can absorb them."""
@@ -223,7 +266,8 @@ class BlockJob:
 
     def _fold_source(self, group: list[str], activations: Activations) -> FoldSource | None:
         probe = activations.quantized[0][:1]
-        return fold_source(self.model, self.index, group, probe, self._arguments())
+        with idle_experts(self.model.blocks[self.index]):
+            return fold_source(self.model, self.index, group, probe, self._arguments())
 
     def _fold(self, group: list[str], source: FoldSource, factor: Tensor) -> None:  # (k,)
         """Multiply the columns of `group` by a factor and divide the outputs of the layer that
@@ -255,9 +299,10 @@ class BlockJob:
         will do (up and gate; attention's outputs move only within heads)."""
         siblings = next((each for each in groups if source.path in each), [])
         probe = activations.quantized[0][:1]
-        found = find_reordering(
-            self.model, self.index, source, group, siblings, probe, self._arguments()
-        )
+        with idle_experts(self.model.blocks[self.index]):
+            found = find_reordering(
+                self.model, self.index, source, group, siblings, probe, self._arguments()
+            )
         if found is None or found.span < len(order):
             return
         found.apply(self.model.blocks[self.index], group, order)
@@ -268,6 +313,13 @@ class BlockJob:
         self.placed.update(group)
 
     # -- shared
+
+    @property
+    def _routed(self) -> set[str]:
+        """Linears of experts."""
+        block = self.model.blocks[self.index]
+        experts = [path for path, m in block.named_modules() if isinstance(m, Experts)]
+        return {path for path in self.paths if path.startswith(tuple(f"{e}." for e in experts))}
 
     def _quantize(
         self, paths: list[str], weight: Tensor, statistics: Statistics | None, on_linear: OnLinear
@@ -281,7 +333,8 @@ class BlockJob:
             module = self._linear(path)
             end = start + module.out_features
             part = solved.rows(start, end)
-            self._put(path, part.decoded)
+            if not module.weight.is_meta:  # else an expert's, which nothing runs
+                self._put(path, part.decoded)
             on_linear(path, part)
             start = end
         if solved.rounding is not None:
@@ -298,7 +351,8 @@ class BlockJob:
         stored = model.checkpoint.entries[model.stored[name]].dtype
         folded = self.folded.get(path, [])
         # Exact in the block until it is quantized
-        if model.dtype == torch.float32 or (model.dtype == stored and not folded):
+        exact = model.dtype == torch.float32 or (model.dtype == stored and not folded)
+        if exact and not self._linear(path).weight.is_meta:
             return self._linear(path).weight.data.float()
         weight = model.read(model.stored[name], model.device).float()
         for fold in folded:

@@ -47,6 +47,7 @@ class Linear:
     # Dimension that tensor parallelism splits: n, 2n (two stacked halves), k; whole: replicated;
     # None: unknown.
     tp_axis: str | None
+    share: float = 1.0  # of the tokens that it multiplies: an expert's
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,20 @@ class Rates:
     column: float  # seconds a column, independent of n
 
 
-def input_groups(linears: list[Linear], prefix: str) -> list[tuple[int, int]]:
-    """(sum of n, k) of the linears of a block that share an input, guessed from names: those with
+Group = tuple[int, int, float]  # sum of n, k, share of the tokens
+
+
+def input_groups(linears: list[Linear], prefix: str) -> list[Group]:
+    """The linears of a block that share an input, guessed from names: those with
     the same parent and k. A linear that is split along k (o_proj, down_proj) reads the others'
     outputs and is a group of its own."""
-    groups: dict[tuple[str, int], int] = {}
+    groups: dict[tuple[str, int, float], int] = {}
     for linear in linears:
         if linear.skip is None and linear.module.startswith(prefix):
             parent = linear.module if linear.tp_axis == "k" else linear.module.rpartition(".")[0]
-            groups[parent, linear.k] = groups.get((parent, linear.k), 0) + linear.n
-    return [(n, k) for (_, k), n in groups.items()]
+            key = parent, linear.k, linear.share
+            groups[key] = groups.get(key, 0) + linear.n
+    return [(n, k, share) for (_, k, share), n in groups.items()]
 
 
 def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -> dict[str, Any]:
@@ -91,29 +96,38 @@ def estimate(task: Task, linears: list[Linear], tokens: int, bytes_after: int) -
 def estimate_memory(
     task: Task,
     linears: list[Linear],
-    groups: list[list[tuple[int, int]]],
+    groups: list[list[Group]],
     activations: int,
     tokens: int,
 ) -> dict[str, int]:
     method, width, every = task.request.how, task.dtype.itemsize, [g for b in groups for g in b]
     model = task.model
     counts = {name: parameter.numel() for name, parameter in model.model.named_parameters()}
-    blocks = [
+    every_block = range(len(model.blocks))
+    sizes = [
         sum(count for name, count in counts.items() if name.startswith(model.block_prefix(i)))
-        for i in range(len(model.blocks))
+        for i in every_block
     ]
-    once, widest = max(blocks) * width, max(k for _, k in every)
+    # Of experts one is in memory, with its copies in `solver`; training has all of them.
+    apart = [
+        sum(x.n * x.k for x in linears if x.share < 1 and _in(task, x, i)) for i in every_block
+    ]
+    blocks = [size - experts for size, experts in zip(sizes, apart, strict=True)]
+    once, widest = max(blocks) * width, max(k for _, k, _ in every)
     if not method.needs_data:
         block, statistics = once, 0
         solved = max(n * k for block in block_shapes(task, linears) for n, k in block)
     elif method.follows_original:
         block, statistics = 2 * once, widest**2 * 4 * HESSIAN_COPIES
-        solved = max(n * k for n, k in every)
+        solved = max(n * k for n, k, _ in every)
     else:  # fp32: a copy of the block to test folds, and its weights; Hessians of all inputs
-        block, solved = once + max(blocks) * 8, max(n * k for n, k in every)
-        statistics = max(sum(k * k for _, k in inputs) for inputs in groups) * 4 + 3 * widest**2 * 4
+        block, solved = once + max(blocks) * 8, max(n * k for n, k, _ in every)
+        statistics = (
+            max(sum(k * k for _, k, share in some if share == 1) for some in groups) * 4
+            + 3 * widest**2 * 4
+        )
     solver = solved * 4 * WEIGHT_COPIES
-    filled = (sum(counts.values()) - sum(blocks)) * width
+    filled = (sum(counts.values()) - sum(sizes)) * width
     # Reading a tensor and checking it for NaN takes two more copies of it and a byte an element.
     prefix = model.prefix + "."
     inside = {stored for name, stored in model.stored.items() if name.startswith(prefix)}
@@ -124,12 +138,14 @@ def estimate_memory(
     # quantized, while GPTQ caches the output of its attention; activations are saved; a block is
     # trained; the whole model is.
     kept = activations if method.follows_original else 0
+    if any(apart):  # inputs and outputs of experts, in both models
+        kept += 2 * activations
     phases = [embeddings + once, block + solver + statistics + kept, once + activations]
     if task.head is not None:
         phases.append(filled + head_memory(task, task.head))
     trained: dict[str, int] = {}
     if method.refine is not None:
-        phases[1] += BYTES_SOLVED * max(blocks)
+        phases[1] += BYTES_SOLVED * max(sizes)
         trained = training_memory(task, block_shapes(task, linears), tokens, filled)
         phases += [trained["training"], trained["distillation"] - activations // 2]
     return {
@@ -156,23 +172,23 @@ def head_memory(task: Task, head: PackedHead) -> int:
 def estimate_time(
     task: Task,
     linears: list[Linear],
-    groups: list[list[tuple[int, int]]],
+    groups: list[list[Group]],
     tokens: int,
     bytes_after: int,
 ) -> dict[str, Any]:
     method, rates = task.request.how, measure(task)
     every = [group for block in groups for group in block]
-    every += [] if task.head is None else [(task.head.n, task.head.k)]
+    every += [] if task.head is None else [(task.head.n, task.head.k, 1.0)]
     inside = [linear for linear in linears if linear.module.startswith(task.model.prefix + ".")]
-    passes = method.forwards * tokens * 2 * sum(linear.n * linear.k for linear in inside)
+    passes = method.forwards * tokens * 2 * sum(x.n * x.k * x.share for x in inside)
     attention = 2 * tokens * min(task.request.seqlen, tokens) * 2 * task.hidden_size * len(groups)
-    outer = method.sums * tokens * sum(2 * k * k for _, k in every)
+    outer = method.sums * tokens * sum(2 * k * k * share for _, k, share in every)
     seconds = {
         "passes": (passes + attention * (method.forwards > 0)) / rates.running,
         "statistics": outer / rates.fp32,
         "solver": sum(
             k * rates.column + n * k * rates.solver + method.flops(n, k) / rates.fp32
-            for n, k in every
+            for n, k, _ in every
         ),
         "files": (task.source.nbytes + bytes_after) / DISK,
     }
@@ -183,6 +199,10 @@ def estimate_time(
         seconds |= training_seconds(task, block_shapes(task, linears), tokens, trained)
         told["training"] = asdict(trained)
     return {"seconds": sum(seconds.values()), "time": seconds, "rates": told}
+
+
+def _in(task: Task, linear: Linear, block: int) -> bool:
+    return linear.module.startswith(task.model.block_prefix(block))
 
 
 def block_shapes(task: Task, linears: list[Linear]) -> list[list[tuple[int, int]]]:

@@ -87,6 +87,7 @@ class Job:
         self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
         self.shards = len(task.model.blocks) + (1 if task.head is None else 2)
         self.placed = task.placed()
+        self.copied = {name for name, each in self.placed.items() if each.how == COPIED}
 
     # -- resuming
 
@@ -313,7 +314,7 @@ class Job:
         return self.state / "head.json"
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or self.placed[name].how == COPIED:
+        if not tensor.is_floating_point() or name in self.copied:
             return tensor
         cast = tensor.to(self.stored_dtype)
         problem = first_nonfinite(name, cast)
@@ -348,7 +349,9 @@ class Job:
         for name in self.model.stored_block(index):
             if name not in quantized:
                 tensor = self.model.read(name)
-                now = parameters[name].data.cpu() if name in parameters else tensor
+                # Experts are not in memory, and folded only where they are packed.
+                kept = name in parameters and not parameters[name].is_meta
+                now = parameters[name].data.cpu() if kept else tensor
                 if not torch.equal(now, tensor.to(now.dtype)):
                     tensor = now
                 tensors[name] = self._cast(name, tensor)

@@ -13,9 +13,10 @@ from typing import Any
 
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.read import Checkpoint
-from billfish.checkpoints.tensors import COPIED, KEPT
+from billfish.checkpoints.tensors import COPIED
 from billfish.checkpoints.unfinished import JOB, SETTINGS
 from billfish.models.compute import name_of
+from billfish.models.experts import Experts
 from billfish.offline.costs import Linear, estimate
 from billfish.offline.head import head_facts
 from billfish.offline.request import QuantizeRequest
@@ -88,10 +89,18 @@ def find_linears(task: Task) -> list[Linear]:
     model = task.model.model
     text = model.config.get_text_config()
     styles = {**(getattr(text, "base_model_tp_plan", None) or {}), **(model._tp_plan or {})}
-    return [
-        Linear(module, n, k, reason, tp_axis(module, styles))
-        for module, n, k, reason in task.select_linears()
-    ]
+    experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+    active = getattr(text, "num_experts_per_tok", None)
+    found = []
+    for module, n, k, reason in task.select_linears():
+        owner = experts.get(module.rsplit(".", 2)[0])
+        if owner is None:
+            found.append(Linear(module, n, k, reason, tp_axis(module, styles)))
+        else:  # split like a dense MLP's, whatever transformers' plan says of the fused ones
+            axis = "k" if module.endswith(f".{owner.leaves[2]}") else "n"
+            share = active / owner.count if isinstance(active, int) else 1.0
+            found.append(Linear(module, n, k, reason, axis, min(share, 1.0)))
+    return found
 
 
 def tp_axis(module: str, styles: dict[str, str]) -> str | None:
@@ -136,9 +145,10 @@ def layer_row(task: Task, linear: Linear) -> dict[str, Any]:
 def result_bytes(task: Task) -> dict[str, int]:
     """Weight, by its name in the source, or in the model if that has none -> its bytes in the
     result. A packed head that was tied has none, and is stored beside the embedding."""
-    width, placed, sizes = task.stored_dtype.itemsize, task.placed(), {}
+    width, sizes = task.stored_dtype.itemsize, {}
+    copied = {name for name, each in task.placed().items() if each.how == COPIED}
     for name, entry in task.source.entries.items():
-        cast = placed[name].how == KEPT and entry.dtype.is_floating_point
+        cast = name not in copied and entry.dtype.is_floating_point
         sizes[name] = prod(entry.shape) * width if cast else entry.nbytes
     for module, n, k, skip in task.select_linears():
         if skip is None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from billfish.checkpoints.tensors import counts
 from billfish.models.compute import name_of
+from billfish.offline.experts import rarely_reached
 from billfish.offline.head import head_facts
 from billfish.offline.provenance import versions
 from billfish.offline.task import Task
@@ -57,7 +58,7 @@ def make_report(
         "check": check,
         "tensors": counts(task.placed()),
         "skipped": task.skipped,
-        "warnings": task.warnings,
+        "warnings": [*task.warnings, *rarely_reached(layers)],
         "bytes_before": task.source.nbytes,
         "bytes_after": bytes_after,
         "versions": versions(),

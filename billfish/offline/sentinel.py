@@ -1,8 +1,9 @@
 """The sentinel: runs what was written against the original, to see whether it still is a model.
 
-Both run over a few prompts, block by block: the weights of one block are in memory at a time, read
-from the source and decoded from the shard. Each block also runs alone, on the inputs that it has in
-the original, which tells where a fault begins, however little is left of the states behind it.
+Both run over a few prompts, block by block: the weights of one block (of its experts one) are in
+memory at a time, read from the source and decoded from the shard. Each block also runs alone, on
+the inputs that it has in the original, which tells where a fault begins, however little is left of
+the states behind it.
 
 Nothing is generated: at every position both models see the same text, and their next tokens are
 compared (teacher forcing). One pass gives what 64 passes would, but for what follows a difference.
@@ -127,9 +128,9 @@ def check(task: Task, shards: list[Path], tell: Callable[[int], None]) -> dict[s
             wanted = model.run(index, inputs, arguments)
             model.drop(prefix)
             model.fill(prefix, read=written.read)
-            with written.rounding(index):
-                alone = model.run(index, inputs, arguments)
-                found = model.run(index, found, arguments)
+            with written.rounding(index):  # one run: experts are decoded whenever they run
+                both = model.run(index, torch.cat((inputs, found)), arguments)
+            alone, found = both.chunk(2)
             model.drop(prefix)
             own = _median_error(alone, wanted, wanted - inputs)
             blocks.append(Block(index, own, _median_error(found, wanted, wanted)))
@@ -147,7 +148,7 @@ def check(task: Task, shards: list[Path], tell: Callable[[int], None]) -> dict[s
 
 
 def _first(model: StreamedModel, ids: Tensor, read: Read | None) -> tuple[Tensor, Arguments]:
-    states, arguments = model.first_inputs([ids], read)
+    states, arguments = model.first_inputs([ids, torch.cat((ids, ids))], read)
     return states[0], arguments
 
 

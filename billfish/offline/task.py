@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from billfish.checkpoints.dialects import dialect_of
+from billfish.checkpoints.experts import by_source
 from billfish.checkpoints.read import Checkpoint, stored_dtype
 from billfish.checkpoints.tensors import COPIED, KEPT, QUANTIZED, Placed, place
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
 from billfish.models.compute import compute_dtype, device_of, name_of
+from billfish.models.experts import gates_of
 from billfish.models.load import rows_of
 from billfish.models.tail import Head, find_head
 from billfish.offline.kv import check_kv
@@ -26,6 +28,9 @@ from billfish.offline.selection import fit_scheme, unread_files
 from billfish.offline.text import Calibration, calibration
 from billfish.schemes.base import Scheme
 from billfish.schemes.registry import fields, head_scheme
+
+OUTSIDE = "outside the blocks: kept in 16 bit"
+GATE = "decides which experts run, or how much: kept in 16 bit"
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Task:
     """One request and its model, checked before any work."""
 
     def __init__(self, request: QuantizeRequest, source: Checkpoint) -> None:
-        self.request, self.source = request, source
+        self.request = request
         self.device = device_of(request.device)
         own = stored_dtype(source.path)
         self.stored_dtype = request.stored_dtype or (own if own.itemsize == 2 else torch.bfloat16)
@@ -49,8 +54,9 @@ class Task:
         self.reads = request.how.needs_data or request.kv is not None
         self.kv_dtype = compute_dtype(self.stored_dtype, self.device, request.dtype)
         self.model = StreamedModel(source, self.dtype, self.device)
+        self.source = self.model.checkpoint  # with a linear per expert
         self.head = None if request.head_bits is None else self._head(request.head_bits)
-        shapes = [(n, k) for _, n, k, inside in self._linears() if inside]
+        shapes = [(n, k) for _, n, k, kept in self._linears() if kept is None]
         self.scheme, warning = fit_scheme(request.scheme, shapes, request.allow_skipped)
         self.warnings = [told for told in (warning, unread_files(source)) if told]
         if request.method not in self.scheme.methods:
@@ -67,7 +73,7 @@ class Task:
         self.skipped = {
             name: reason for name, _, _, reason in self.select_linears() if reason is not None
         }
-        if all(name in self.skipped for name, _, _, inside in self._linears() if inside):
+        if all(name in self.skipped for name, _, _, kept in self._linears() if kept is None):
             raise UserError(
                 f"{source.path}: no linear can be quantized. {next(iter(self.skipped.values()))}"
             )
@@ -107,15 +113,19 @@ class Task:
         for name, names in quantized.items():
             known = name if self.head is None or name in entries else self.head.weight
             found[name] = place(entries[known], QUANTIZED, names)
-        return found
+        return by_source(self.source, found)
 
     def select_linears(self) -> list[tuple[str, int, int, str | None]]:
         """(module, n, k, None or why it is not quantized) of every linear, the head included."""
-        outside = "outside the blocks: kept in 16 bit"
         head = None if self.head is None else self.head.module
         return [
-            (name, n, k, self.scheme_of(name).refuses(n, k) if inside or name == head else outside)
-            for name, n, k, inside in self._linears()
+            (
+                name,
+                n,
+                k,
+                self.scheme_of(name).refuses(n, k) if kept is None or name == head else kept,
+            )
+            for name, n, k, kept in self._linears()
         ]
 
     def scheme_of(self, module: str) -> Scheme:
@@ -141,14 +151,27 @@ class Task:
             )
         return PackedHead(**vars(found), scheme=head_scheme(bits, found.n, found.k))
 
-    def _linears(self) -> list[tuple[str, int, int, bool]]:
-        """(module, n, k, whether it is in a block) of every linear."""
-        blocks = self.model.prefix + "."
+    def _linears(self) -> list[tuple[str, int, int, str | None]]:
+        """(module, n, k, why it stays in 16 bits whatever the scheme) of every linear."""
+        blocks, model = self.model.prefix + ".", self.model.model
+        gates = gates_of(model)
         return [
-            (name, module.out_features, module.in_features, name.startswith(blocks))
-            for name, module in self.model.model.named_modules()
-            if isinstance(module, torch.nn.Linear)
+            (
+                name,
+                *(int(size) for size in module.weight.shape),
+                GATE if name in gates else None if name.startswith(blocks) else OUTSIDE,
+            )
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) or name in gates
         ]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Linears that are not packed, for the quantization_config. Other readers look for the
+        names in the files, which may differ from those in the model (Mixtral's)."""
+        stored = {module: self.model.stored.get(f"{module}.weight") for module in self.skipped}
+        inside = (name for module, name in stored.items() if module.startswith(self.model.prefix))
+        return sorted({*stored, *(name.removesuffix(".weight") for name in inside if name)})
 
     def read_calibration(self) -> Calibration | None:
         request = self.request
@@ -178,7 +201,7 @@ class Task:
 
     def quantization_config(self) -> dict[str, Any]:
         """What config.json says of the packed linears."""
-        scheme, head, ignore = self.scheme, self.head, sorted(self.skipped)
+        scheme, head, ignore = self.scheme, self.head, self.ignored
         if head is None:
             return dialect_of([scheme]).config_of_all(scheme, ignore)
         schemes: dict[str, Scheme] = {

@@ -97,7 +97,8 @@ class _Training:
         most = len(lengths) if cuda else max(1, CPU_TOKENS // max(lengths))
         captured: Captured | None = None
         size = sum(tensor.numel() for tensor in codes)
-        if cuda and len(set(lengths)) == 1 and size < SMALL:
+        alike = len(set(lengths)) == 1 and not self.refining.routes
+        if cuda and alike and size < SMALL:
             captured = Captured(lambda x, y: self.step([(x, y)], adam))
         with ExitStack() as stack:
             stack.callback(adam.end)

@@ -23,6 +23,7 @@ class Refining:
     steps: int
     seed: int
     tell: Callable[[int], None]  # progress: steps done
+    routes: bool = False  # run() computes other products for other inputs: no graph of it
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from tiny import ARCHITECTURES, write_checkpoint
 
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
-from billfish.models.blocks import StreamedModel, find_blocks
+from billfish.models.blocks import StreamedModel
 from billfish.models.fold import find_reordering, fold_source
 from billfish.models.passes import probe_structure
+from billfish.models.skeleton import find_blocks
 
 CPU = torch.device("cpu")
 
@@ -127,28 +128,12 @@ def test_channels_change_places_only_where_the_block_stays_the_same(tmp_path):
     assert torch.allclose(model.run(0, hidden[0], arguments), expected, atol=1e-5)
 
 
-def test_fused_experts_are_refused_with_a_sentence(tmp_path):
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
-    with pytest.raises(UserError, match="mixture of experts"):
-        stream(tmp_path / "moe")
-
-
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
         ("MambaForCausalLM", "hold recurrent layers, of a state-space model"),
         ("RwkvForCausalLM", "hold recurrent layers"),
         ("Qwen3NextForCausalLM", "hold recurrent layers"),
-        ("MixtralForCausalLM", "it is a mixture of experts, whose weights are fused"),
         ("JetMoeForCausalLM", "it is a mixture of experts"),
         ("XLNetLMHeadModel", "weights of three dimensions"),
         ("GPT2LMHeadModel", "hold no nn.Linear but Conv1D"),

@@ -385,7 +385,8 @@ def test_a_job_goes_on_in_its_own_type(half, text, tmp_path, monkeypatch):
 def test_rounding_does_not_depend_on_it(half, text, tmp_path, monkeypatch):
     for name in ("float32", "bfloat16"):
         monkeypatch.setenv(VARIABLE, name)
-        quantize(job(half, tmp_path / name, text, method="rtn"))
+        # The sentinel runs the model, so its figures do depend on it.
+        quantize(job(half, tmp_path / name, text, method="rtn", check=False))
     assert contents(tmp_path / "float32") == contents(tmp_path / "bfloat16")
 
 

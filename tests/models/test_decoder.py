@@ -18,6 +18,7 @@ from billfish.offline.request import QuantizeRequest
 from billfish.schemes.base import Reference
 from billfish.schemes.w4a16 import W4A16
 
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 CONFIGS = {
     **ARCHITECTURES,
     "Phi3ForCausalLM": ("Phi3Config", GROUPED),
@@ -25,7 +26,12 @@ CONFIGS = {
         "GraniteConfig",
         {**GROUPED, "logits_scaling": 4.0, "residual_multiplier": 0.5},
     ),
-    "MixtralForCausalLM": ("MixtralConfig", GROUPED),
+    "MixtralForCausalLM": ("MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        {**GROUPED, **QWEN_MOE, "mlp_only_layers": [1], "shared_expert_intermediate_size": 96},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**GROUPED, **QWEN_MOE, "head_dim": 16}),
     "GptOssForCausalLM": ("GptOssConfig", {**GROUPED, "head_dim": 16, "num_local_experts": 4}),
     "SmolLM3ForCausalLM": ("SmolLM3Config", GROUPED),
     "CohereForCausalLM": ("CohereConfig", GROUPED),
@@ -141,6 +147,15 @@ CASES = {
     ),
     "phi3": ("Phi3ForCausalLM", {}, NONE),
     "phi3 window": ("Phi3ForCausalLM", {"sliding_window": 8}, ALL),
+    "mixtral": ("MixtralForCausalLM", {"sliding_window": 8}, ALL),
+    "qwen2 moe": ("Qwen2MoeForCausalLM", {}, NONE),  # a dense layer between two mixtures
+    "qwen2 moe windows": (
+        "Qwen2MoeForCausalLM",
+        {**WINDOW, "max_window_layers": 3},
+        (8, None, 8),
+    ),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {}, NONE),
+    "qwen3 moe windows": ("Qwen3MoeForCausalLM", WINDOW, ALL),
     "phi3 partial": ("Phi3ForCausalLM", rope("default", partial_rotary_factor=0.5), NONE),
 }
 
@@ -368,7 +383,6 @@ REFUSED = {
     "GemmaForCausalLM": ("gemma", "never compared"),
     "GraniteForCausalLM": ("granite", "scaled logits", "scaled residuals"),
     "CohereForCausalLM": ("cohere", "scaled logits", "block without post_attention_layernorm"),
-    "MixtralForCausalLM": ("mixtral", "experts"),
     "GptOssForCausalLM": ("gpt_oss", "experts", "self_attn.sinks"),
     "SmolLM3ForCausalLM": ("smollm3", "layers without RoPE"),
     "OPTForCausalLM": ("opt", "model.layers"),

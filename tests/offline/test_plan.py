@@ -324,7 +324,8 @@ def test_linears_that_read_one_input():
     ways = {"q": "n", "k": "n", "v": "n", "o": "k"}
     linears = [Linear(f"h.0.attn.{name}", 8, 16, None, way) for name, way in ways.items()]
     linears += [Linear("h.0.mlp.up", 32, 16, None, "n"), Linear("h.1.mlp.up", 32, 16, None, "n")]
-    assert sorted(input_groups(linears, "h.0.")) == [(8, 16), (24, 16), (32, 16)]
+    groups = sorted(input_groups(linears, "h.0."))
+    assert groups == [(8, 16, 1.0), (24, 16, 1.0), (32, 16, 1.0)]
 
 
 def test_warnings(dense, tmp_path, monkeypatch):

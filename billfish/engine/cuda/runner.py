@@ -40,6 +40,8 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
         return f"the model is on {device}"
     if (found := torch.cuda.get_device_capability(device)) != HOPPER:
         return f"its kernels are for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
+    if decoder.mixtures:
+        return "it has mixtures of experts, which run one expert after the other for now"
     group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
     rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if decoder.dtype not in tables.TYPES:
