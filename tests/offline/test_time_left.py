@@ -105,7 +105,10 @@ def test_a_job_tells_what_training_gained(llama, tmp_path, text):
     wanted = request(llama, tmp_path / "out", text, method="finetune", steps=30, end_to_end=10)
     report = quantize(wanted, on_progress=seen.append)
     assert all((told.block, told.blocks) <= (3, 3) for told in seen)
-    ended = [told for told in seen if told.linear is None and told.step is None]
+    assert [told.checked for told in seen if told.checked is not None] == [1, 2, 3]
+    ended = [
+        told for told in seen if told.linear is None and told.step is None and told.checked is None
+    ]
     assert [told.block for told in ended] == [0, 1, 2, 3]
     expected = [*report["training"]["blocks"], report["training"]["whole_model"]]
     for told, kept in zip(ended, expected, strict=True):
