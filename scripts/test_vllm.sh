@@ -4,8 +4,8 @@
 #
 # vLLM pins other versions than we do, so it lives in .venv-vllm (3.5 GB, made once), with Billfish
 # next to it. With BILLFISH_VLLM_PYTHON, the python of an environment that has both, nothing is
-# installed; with
-# BILLFISH_SMOLLM2, a dense SmolLM2 checkpoint, nothing is fetched. Arguments go to pytest.
+# installed; with BILLFISH_SMOLLM2, a dense SmolLM2 checkpoint, nothing is fetched. Arguments go to
+# pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-vllm

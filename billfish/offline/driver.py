@@ -86,7 +86,7 @@ class Job:
         self.request, self.model, self.device = task.request, task.model, task.device
         self.scheme, self.stored_dtype = task.scheme, task.stored_dtype
         self.shards = len(task.model.blocks) + (1 if task.head is None else 2)
-        self.placed = task.placed()
+        self.placed = task.placed
         self.copied = {name for name, each in self.placed.items() if each.how == COPIED}
 
     # -- resuming

@@ -62,7 +62,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
         "layers": rows,
         "copied": [
             {"name": name, **each.fields(), "bytes": source.entries[name].nbytes}
-            for name, each in task.placed().items()
+            for name, each in task.placed.items()
             if each.how == COPIED
         ],
         "totals": {
@@ -146,7 +146,7 @@ def result_bytes(task: Task) -> dict[str, int]:
     """Weight, by its name in the source, or in the model if that has none -> its bytes in the
     result. A packed head that was tied has none, and is stored beside the embedding."""
     width, sizes = task.stored_dtype.itemsize, {}
-    copied = {name for name, each in task.placed().items() if each.how == COPIED}
+    copied = {name for name, each in task.placed.items() if each.how == COPIED}
     for name, entry in task.source.entries.items():
         cast = name not in copied and entry.dtype.is_floating_point
         sizes[name] = prod(entry.shape) * width if cast else entry.nbytes

@@ -56,7 +56,7 @@ def make_report(
         "layers": layers,
         "training": training,
         "check": check,
-        "tensors": counts(task.placed()),
+        "tensors": counts(task.placed),
         "skipped": task.skipped,
         "warnings": [*task.warnings, *rarely_reached(layers)],
         "bytes_before": task.source.nbytes,

@@ -5,6 +5,7 @@ dtypes, the calibration text. Writes nothing: `plan` reports a task, the driver 
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Task:
             return None
         return {"steps": request.training_steps, "end_to_end": request.distillation_steps}
 
+    @cached_property
     def placed(self) -> dict[str, Placed]:
         """What becomes of every tensor of the source; and a packed head that has none there, as it
         is tied to the embedding, under its name in the model."""

@@ -56,6 +56,18 @@ def rest_of(name):
     return from_options(name, {**OPTIONS[name], **size})
 
 
+@both_ways
+def test_the_check_runs_the_packed_head(tmp_path, text, tied):
+    """The model that is compared with the original has the head of the files, tied or not."""
+    source = small(tmp_path / "s", tied)
+    kl = {}
+    for bits in (None, 8, 4):
+        wanted = request(source, tmp_path / str(bits), text, method="rtn", head_bits=bits)
+        kl[bits] = quantize(wanted)["check"]["kl"]
+    assert kl[4] > 1.02 * kl[None] and kl[8] != kl[None]
+    assert abs(kl[8] - kl[None]) < 0.2 * abs(kl[4] - kl[None])
+
+
 @pytest.mark.parametrize(("bits", "tied"), [(8, True), (4, False)])
 @pytest.mark.parametrize("rest", OPTIONS)
 def test_a_head_beside_every_scheme(tmp_path, text, rest, bits, tied):
