@@ -122,13 +122,15 @@ def test_measured_layers_get_what_was_measured():
             for m, cut in layer["cuts"].items():
                 how = batch.pick(int(m), layer["n"], math.ceil(layer["k"] / 128), 4224, gpu)
                 assert how.cut == Cut(*cut)
-                assert (how.cut.tokens, how.cut.bands) in tiles.INSTANCES  # an instance there is
+                assert (how.cut.tokens, how.cut.bands) in batch.INSTANCES  # an instance there is
 
 
 def test_between_measured_tokens_the_next_more_counts():
     known = batch.table()["NVIDIA H200", 8192, 64]
     assert batch.pick(40, 8192, 64, 4224, H200).cut == known[64]
-    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(tiles.cuts())
+    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(
+        tiles.cuts(batch.INSTANCES, batch.COSTS.clusters)
+    )
 
 
 def test_a_measured_neighbour_does_not_leave_tiles_half_empty():

@@ -28,6 +28,7 @@ from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
+from billfish.models import joined
 from billfish.models.decoder import Decoder, Shape
 from billfish.models.joined import Product, norm_input
 
@@ -98,17 +99,26 @@ class GpuRunner:
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
+        joined.in_turn(self._products())
         self._step(most_rows)  # loads every kernel: none can be loaded in a capture
         if graphs:
             self._capture(buckets(most_rows))
+
+    def _products(self) -> list[Any]:
+        """Of a step, in its order."""
+        decoder, found = self.decoder, list[Any]()
+        for index, layer in enumerate(decoder.layers):
+            up = decoder.gated(index) or decoder.gate_up(index)
+            found += decoder.qkv(index), layer.self_attn.o_proj, up, layer.mlp.down_proj
+        return [*found, decoder.head]
 
     @torch.inference_mode()
     def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
         """Logits of the pieces that sample, and with rules their next tokens."""
         if all(piece.count == 1 and piece.samples for piece in pieces):
             logits = self._decode(pieces, rules)
-        elif self.by_rows and (rows := as_rows(pieces)) is not None:
-            logits = self._decode(rows, rules and rules_of_rows(rules, pieces))
+        elif self.by_rows and (each := as_rows(pieces)) is not None:
+            logits = self._decode(each, rules and rules_of_rows(rules, pieces), fresh=True)
             at = self._upload(np.array(last_rows(pieces), np.int32))
             logits = logits.index_select(0, at)
             self.found[: len(at)] = self.found.index_select(0, at)
@@ -125,11 +135,11 @@ class GpuRunner:
         landed.record()
         return Decoded(logits, place[:count], landed)
 
-    def _decode(self, pieces: Many[Piece], rules: Rules | None) -> Tensor:
+    def _decode(self, pieces: Many[Piece], rules: Rules | None, fresh: bool = False) -> Tensor:
         """One token of each piece."""
         count = len(pieces)
         rows = next((size for size in sorted(self.graphs) if size >= count), count)
-        self.tables.fill(pieces, rows, rules)
+        self.tables.fill(pieces, rows, rules, fresh)
         if rows not in self.graphs:
             return self._step(rows)[:count]
         graph, logits = self.graphs[rows]

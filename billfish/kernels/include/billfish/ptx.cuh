@@ -97,6 +97,10 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
     return v;
 }
 
+BILLFISH_DEVICE void store_smem_float(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
 BILLFISH_DEVICE void store_smem_2(u32 address, u32 v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(v)) : "memory");
 }
@@ -293,6 +297,11 @@ BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int r
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
+}
+
+// Into the L2 cache alone; a multiple of 16 bytes.
+BILLFISH_DEVICE void prefetch_bulk(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // -- thread-block clusters, sm_90

@@ -13,7 +13,6 @@ from pathlib import Path
 from billfish.formats.layout import BRICK_K
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import (
-    INSTANCES,
     LEAST_STRIPE,
     Costs,
     Cut,
@@ -24,7 +23,24 @@ from billfish.kernels.tiles import (
 )
 
 # A few dozen timings; one CTA keeps an SM busy.
-COSTS = Costs({(32, 1): 0.41, (64, 1): 0.5, (128, 1): 0.85, (128, 2): 1.45, (256, 1): 1.42}, 2.0)
+COSTS = Costs(
+    {
+        (32, 1): 0.33,
+        (32, 2): 0.55,
+        (64, 1): 0.45,
+        (64, 2): 0.75,
+        (96, 1): 0.65,
+        (96, 2): 1.15,
+        (128, 1): 0.82,
+        (128, 2): 1.4,
+        (192, 1): 1.1,
+        (256, 1): 1.4,
+    },
+    together=2.0,
+    cluster_us=1.5,
+    clusters=(2, 3, 4),
+)
+INSTANCES = tuple(COSTS.stage_us)  # (tokens, bands)
 MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 # the model overrules a measurement for another m if it expects less than this share
 OVERRULES = 0.83
@@ -51,7 +67,8 @@ def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
 
 def pick_invariant(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:
     """A split along k that depends on the layer alone: the same order of sums for every m."""
-    tokens = min((each for each, _ in INSTANCES if each >= m), default=max(INSTANCES)[0])
+    widths = [each for each, bands in INSTANCES if bands == 1]
+    tokens = min((each for each in widths if each >= m), default=max(widths))
     how = launch(Cut(tokens, 1, 0), m, n, k_tiles, record_bytes, gpu)
     assert how is not None
     tiles = how.m_tiles * how.n_tiles

@@ -36,7 +36,15 @@ PANEL_THREADS = 256  # panel.cuh
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
-Path = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]  # x, records, bias, out
+After = tuple[int, int, int, int]
+"""The records that the next product reads first, for w4a16_decode: their address, bands, tiles of
+each half of k to fetch, tiles of all of k."""
+NOTHING: After = (0, 0, 0, 0)
+# Bytes to fetch ahead. Kernels between two products leave the memory idle for 2 us, 9 MB; what is
+# asked for too early keeps the product that runs from its own weights.
+MOST_AHEAD = 2**24
+
+Path = Callable[[Tensor, Tensor, Tensor | None, Tensor, After], None]  # x, records, bias, out
 
 
 class Plan:
@@ -55,7 +63,7 @@ class Plan:
         self.paths: dict[tuple[int, bool, bool], Path] = {}
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
-            for instance in tiles.INSTANCES:
+            for instance in batch.INSTANCES:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
     def batch(
@@ -64,6 +72,7 @@ class Plan:
         records: Tensor,
         bias: Tensor | None,
         out: Tensor,
+        after: After,
         m: int,
         invariant: bool,
         gated: bool = False,
@@ -92,20 +101,29 @@ class Plan:
             how.n_tiles,
             self.k_tiles,
             how.whole,
+            cut.splits,
             how.stages,
             how.early,
             gated,
         )
         kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
+        kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.splits, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
-        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
-        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
+        kind = self.kind
+        how = tile.pick_tile(tokens, self.n, kind.record_bytes, kind.group, gpu(index))
+        kernel = few_kernel(kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
+        threads = tile.threads(kind.group, tokens, how.bands)
 
         def run(
-            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+            x: Tensor,
+            records: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+            after: After,
+            m: int,
+            gated: bool,
         ) -> None:
             arguments = (
                 records.data_ptr(),
@@ -118,8 +136,9 @@ class Plan:
                 k_tiles,
                 how.stages,
                 gated,
+                *after,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
+            kernel.launch(how.blocks, threads, arguments, how.smem, clusters.CLUSTER, True)
 
         return run
 
@@ -129,7 +148,13 @@ class Plan:
         launch = striped.launcher(kernel, tokens, *sizes)
 
         def run(
-            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
+            x: Tensor,
+            records: Tensor,
+            bias: Tensor | None,
+            out: Tensor,
+            after: After,
+            m: int,
+            gated: bool,
         ) -> None:
             assert not gated
             launch(x, records, bias, out, m)
@@ -182,14 +207,14 @@ class Plan:
         Python frame on this way, which is why slices have a closure of their own."""
         padding = -self.k % 8
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
             if padding:
                 x = pad(x, (0, padding))
             if not x.is_contiguous():
                 x = x.contiguous()
             if x.data_ptr() % 16:
                 x = x.clone()
-            kernel(x, records, bias, out, m)
+            kernel(x, records, bias, out, after, m)
 
         return run
 
@@ -198,23 +223,25 @@ class Plan:
         sizes = [min(most, m - start) for start in range(0, m, most)]
         calls = [self._one(rows, kernel(rows)) for rows in sizes]
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
             xs, outs = torch.split(x.reshape(m, -1), sizes), torch.split(out.view(m, -1), sizes)
             for call, some, made in zip(calls, xs, outs, strict=True):
-                call(some, records, bias, made)
+                call(some, records, bias, made, after)
 
         return run
 
     def _gated_after(self, path: Path) -> Path:
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
             both = x.new_empty((*x.shape[:-1], self.n))
-            path(x, records, bias, both)
+            path(x, records, bias, both, after)
             gate, up = apart(both).chunk(2, -1)
             torch.mul(silu(gate), up, out=out)
 
         return run
 
-    def _panels(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _panels(
+        self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After
+    ) -> None:
         """Decode a panel of weights at a time and multiply it with PyTorch."""
         rows, outs = x.reshape(-1, self.k), out.view(-1, self.n)
         step = max(1, PANEL_WEIGHTS // (self.k * arrange.N))
@@ -240,6 +267,7 @@ def linear(
     kind: int,
     invariant: bool,
     gated: bool = False,
+    after: After = NOTHING,
 ) -> Tensor:
     """x (..., k) -> (..., n) in x's dtype. Allocates the result and, for decoded weights, a panel.
     `gated`: (..., n / 2), silu(gate) * up of rows interleaved as in gated.py, without bias."""
@@ -256,7 +284,7 @@ def linear(
         if bias is not None:
             bias = bias.to(x.device, dtype).contiguous()
         path = plan(x.get_device(), n, k, kind, dtype).path(m, invariant, gated)
-        path(x, records, bias, out)
+        path(x, records, bias, out, after)
     return out
 
 

@@ -45,6 +45,7 @@ inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
     meet(warp.gate, 32);
 }
 inline float load_smem_float(u32 a) { return read<float>(a); }
+inline void store_smem_float(u32 to, float v) { write(smem_at(to, 4), &v, 4); }
 inline void store_smem_2(u32 to, u32 v) {
     const u16 lower = v;
     write(smem_at(to, 2), &lower, 2);
@@ -105,6 +106,11 @@ inline void barrier_wait(u32 b, u32 parity) { while (!barrier_try_wait(b, parity
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     demand(policy == 7 && bytes % 16 == 0 && to % 16 == 0 && (u64)from % 16 == 0, "bulk copy");
     begin_bulk(to, from, bytes, barrier_at(b));
+}
+
+inline void prefetch_bulk(const void* from, u32 bytes) {
+    const char* at = (const char*)from;
+    demand(bytes % 16 == 0 && at >= source_begin[0] && at + bytes <= source_end[0], "prefetch");
 }
 
 inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
