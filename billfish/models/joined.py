@@ -5,8 +5,7 @@ The weights of the linears become views of the joined ones, so the linears still
 as before. Linears that cannot be joined are left unchanged; the function then returns None.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,14 +87,6 @@ def norm_input(
     launch for both, and then hidden is unchanged."""
     ask = getattr(product, "norm_input", None)
     return ask and ask(hidden, delta, weight, eps)
-
-
-def in_turn(products: Sequence[Any]) -> None:
-    """These run one after the other in every step: each op is told the next one."""
-    ops = [getattr(each, "op", None) or getattr(each, "whole", None) for each in products]
-    for op, following in pairwise(ops):
-        if op is not None and following is not None:
-            op.before(following)
 
 
 def shared_op(linears: list[Any]) -> LinearOp | None:

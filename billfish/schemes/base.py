@@ -174,9 +174,6 @@ class LinearOp(Protocol):
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
 
-    def before(self, following: "LinearOp") -> None:
-        """That product is the next one in every step: its weights may be fetched ahead."""
-
     def canonical(self) -> dict[str, Tensor]:
         """The canonical tensors that it was made from, bit for bit."""
 
@@ -233,9 +230,6 @@ class Op:
     def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
         """Not supported."""
         return None
-
-    def before(self, following: Any) -> None:
-        """Nothing is fetched ahead."""
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> Any:

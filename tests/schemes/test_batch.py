@@ -109,7 +109,8 @@ def test_the_model_counts_waves_and_meetings():
 
 
 def test_small_layers_are_split_and_large_ones_take_large_tiles():
-    assert batch.pick(32, 4000, 32, 4224, OTHER).sums
+    small = batch.pick(32, 4000, 32, 4224, OTHER)
+    assert small.sums or small.cut.splits > 1
     assert batch.pick(1024, 30000, 32, 4224, OTHER).cut.tokens >= 128
 
 

@@ -28,7 +28,6 @@ from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
-from billfish.models import joined
 from billfish.models.decoder import Decoder, Shape
 from billfish.models.joined import Product, norm_input
 
@@ -99,18 +98,9 @@ class GpuRunner:
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
-        joined.in_turn(self._products())
         self._step(most_rows)  # loads every kernel: none can be loaded in a capture
         if graphs:
             self._capture(buckets(most_rows))
-
-    def _products(self) -> list[Any]:
-        """Of a step, in its order."""
-        decoder, found = self.decoder, list[Any]()
-        for index, layer in enumerate(decoder.layers):
-            up = decoder.gated(index) or decoder.gate_up(index)
-            found += decoder.qkv(index), layer.self_attn.o_proj, up, layer.mlp.down_proj
-        return [*found, decoder.head]
 
     @torch.inference_mode()
     def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:

@@ -33,8 +33,7 @@ int main(int, char** arguments) {
         KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
                (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, cluster, stages, true, gated);
 #else
-        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages, gated,
-               records.data(), (n + 63) / 64, 1, k_tiles);
+        KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages, gated);
 #endif
     });
     for (u32 lock : locks) demand(lock == 0, "a lock that is left");

@@ -299,11 +299,6 @@ BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int r
         : "memory");
 }
 
-// Into the L2 cache alone; a multiple of 16 bytes.
-BILLFISH_DEVICE void prefetch_bulk(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // -- thread-block clusters, sm_90
 
 BILLFISH_DEVICE u32 cluster_rank() {

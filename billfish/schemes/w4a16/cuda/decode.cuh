@@ -3,8 +3,7 @@
 // split-K reduction then needs no locks and no workspace, only distributed shared memory.
 //
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
-//                  previous kernel has ended (PDL), since weights do not depend on it. Then it asks
-//                  for the next product's first records
+//                  previous kernel has ended (PDL), since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended
 //     warps 2-9    consumers: 32 outputs x 128 inputs at a time
 //     warp 10      sums of x, which zero points need, where four bands share them (kSummed)
@@ -52,8 +51,7 @@ template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBand
 __global__ void __launch_bounds__(decode_threads(kGroup, kTokens, kBands), 2)
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
-             int k_tiles, int stages, bool gated, const unsigned char* __restrict__ next,
-             int next_bands, int next_tiles, int next_k_tiles) {
+             int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
@@ -112,14 +110,6 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                         from += kSlices * Stage::kRecordBytes;
                         slot.advance(stages);
                     }
-                }
-                // The product that follows: into L2 while kernels between the two leave the memory
-                // idle. Of each band the first tiles of either half of k, where its blocks begin.
-                for (int band = blockIdx.x; band < next_bands; band += gridDim.x) {
-                    const u64 at = static_cast<u64>(band) * next_k_tiles * Stage::kRecordBytes;
-                    const u32 half = next_k_tiles / 2 * Stage::kRecordBytes;
-                    prefetch_bulk(next + at, next_tiles * Stage::kRecordBytes);
-                    prefetch_bulk(next + at + half, next_tiles * Stage::kRecordBytes);
                 }
                 if (passes == 0) linger(share.most_bands * span);
             }

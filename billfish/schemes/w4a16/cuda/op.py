@@ -6,7 +6,7 @@ plan.py launches. Kernels are compiled when a layer is loaded, never during a CU
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cuda import arrange
 from billfish.schemes.w4a16.cuda.gated import RUN, interleaved
 from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH, KINDS, Kind, programs, runs_batches
-from billfish.schemes.w4a16.cuda.plan import MOST_AHEAD, NOTHING, After, linear, operator, plan
+from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
 
 
@@ -31,7 +31,6 @@ class CudaOp(GpuOp):
     kernel: ClassVar[Literal["decode", "stripe"]] = "decode"
     least: ClassVar[tuple[int, int]] = (9, 0)  # compute capability
     run: ClassVar[int] = RUN
-    after: After = NOTHING
 
     @classmethod
     def refuses_gpu(cls, scheme: W4A16, found: tuple[int, int]) -> str | None:
@@ -78,19 +77,12 @@ class CudaOp(GpuOp):
     def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
         if self.order is not None:
             x = x[..., self.order]
+        call = operator if watched(x) else linear
         shape = self.shape
-        given = (x, self.records, bias, shape.n, shape.k, self.kind, self.batch_invariant, gated)
-        y: Tensor = operator(*given) if watched(x) else linear(*given, self.after)
+        y: Tensor = call(
+            x, self.records, bias, shape.n, shape.k, self.kind, self.batch_invariant, gated
+        )
         return y
-
-    def before(self, following: Any) -> None:
-        if not isinstance(following, CudaOp) or following.kernel != "decode":
-            return
-        mine, other = KINDS[self.kind], KINDS[following.kind]
-        if mine.record_bytes == other.record_bytes:
-            bands, tiles = following.records.shape[:2]
-            ahead = min(tiles // 2, MOST_AHEAD // (2 * bands * other.record_bytes))
-            self.after = (following.records.data_ptr(), bands, ahead, tiles) if ahead else NOTHING
 
     def canonical(self) -> dict[str, Tensor]:
         tensors = arrange.unpack(self.inner, self.shape, self.records)
@@ -124,7 +116,6 @@ class CudaOp(GpuOp):
         if not _alike(ops) or any(op.shape.n % arrange.N for op in ops[:-1]):
             return None
         whole = copy(ops[0])
-        whole.after = NOTHING
         whole.shape = replace(whole.shape, n=sum(op.shape.n for op in ops))
         whole.records, parts = together([op.records for op in ops])
         whole._prepare()

@@ -36,15 +36,7 @@ PANEL_THREADS = 256  # panel.cuh
 MOST_SLICES = 4
 PANEL_WEIGHTS = 2**25  # of a panel: 64 MB, about the size of L2
 
-After = tuple[int, int, int, int]
-"""The records that the next product reads first, for w4a16_decode: their address, bands, tiles of
-each half of k to fetch, tiles of all of k."""
-NOTHING: After = (0, 0, 0, 0)
-# Bytes to fetch ahead. Kernels between two products leave the memory idle for 2 us, 9 MB; what is
-# asked for too early keeps the product that runs from its own weights.
-MOST_AHEAD = 2**24
-
-Path = Callable[[Tensor, Tensor, Tensor | None, Tensor, After], None]  # x, records, bias, out
+Path = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]  # x, records, bias, out
 
 
 class Plan:
@@ -72,7 +64,6 @@ class Plan:
         records: Tensor,
         bias: Tensor | None,
         out: Tensor,
-        after: After,
         m: int,
         invariant: bool,
         gated: bool = False,
@@ -112,18 +103,12 @@ class Plan:
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         kind = self.kind
         how = tile.pick_tile(tokens, self.n, kind.record_bytes, kind.group, gpu(index))
+        threads = tile.threads(kind.group, tokens, how.bands)
         kernel = few_kernel(kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
-        threads = tile.threads(kind.group, tokens, how.bands)
 
         def run(
-            x: Tensor,
-            records: Tensor,
-            bias: Tensor | None,
-            out: Tensor,
-            after: After,
-            m: int,
-            gated: bool,
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
         ) -> None:
             arguments = (
                 records.data_ptr(),
@@ -136,7 +121,6 @@ class Plan:
                 k_tiles,
                 how.stages,
                 gated,
-                *after,
             )
             kernel.launch(how.blocks, threads, arguments, how.smem, clusters.CLUSTER, True)
 
@@ -148,13 +132,7 @@ class Plan:
         launch = striped.launcher(kernel, tokens, *sizes)
 
         def run(
-            x: Tensor,
-            records: Tensor,
-            bias: Tensor | None,
-            out: Tensor,
-            after: After,
-            m: int,
-            gated: bool,
+            x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
         ) -> None:
             assert not gated
             launch(x, records, bias, out, m)
@@ -207,14 +185,14 @@ class Plan:
         Python frame on this way, which is why slices have a closure of their own."""
         padding = -self.k % 8
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
             if padding:
                 x = pad(x, (0, padding))
             if not x.is_contiguous():
                 x = x.contiguous()
             if x.data_ptr() % 16:
                 x = x.clone()
-            kernel(x, records, bias, out, after, m)
+            kernel(x, records, bias, out, m)
 
         return run
 
@@ -223,25 +201,23 @@ class Plan:
         sizes = [min(most, m - start) for start in range(0, m, most)]
         calls = [self._one(rows, kernel(rows)) for rows in sizes]
 
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
             xs, outs = torch.split(x.reshape(m, -1), sizes), torch.split(out.view(m, -1), sizes)
             for call, some, made in zip(calls, xs, outs, strict=True):
-                call(some, records, bias, made, after)
+                call(some, records, bias, made)
 
         return run
 
     def _gated_after(self, path: Path) -> Path:
-        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After) -> None:
+        def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
             both = x.new_empty((*x.shape[:-1], self.n))
-            path(x, records, bias, both, after)
+            path(x, records, bias, both)
             gate, up = apart(both).chunk(2, -1)
             torch.mul(silu(gate), up, out=out)
 
         return run
 
-    def _panels(
-        self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, after: After
-    ) -> None:
+    def _panels(self, x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Decode a panel of weights at a time and multiply it with PyTorch."""
         rows, outs = x.reshape(-1, self.k), out.view(-1, self.n)
         step = max(1, PANEL_WEIGHTS // (self.k * arrange.N))
@@ -267,7 +243,6 @@ def linear(
     kind: int,
     invariant: bool,
     gated: bool = False,
-    after: After = NOTHING,
 ) -> Tensor:
     """x (..., k) -> (..., n) in x's dtype. Allocates the result and, for decoded weights, a panel.
     `gated`: (..., n / 2), silu(gate) * up of rows interleaved as in gated.py, without bias."""
@@ -284,7 +259,7 @@ def linear(
         if bias is not None:
             bias = bias.to(x.device, dtype).contiguous()
         path = plan(x.get_device(), n, k, kind, dtype).path(m, invariant, gated)
-        path(x, records, bias, out, after)
+        path(x, records, bias, out)
     return out
 
 

@@ -108,11 +108,6 @@ inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     begin_bulk(to, from, bytes, barrier_at(b));
 }
 
-inline void prefetch_bulk(const void* from, u32 bytes) {
-    const char* at = (const char*)from;
-    demand(bytes % 16 == 0 && at >= source_begin[0] && at + bytes <= source_end[0], "prefetch");
-}
-
 inline u32 in_block(u32 a, u32 rank) { return (a & 0xffffff) | (rank + 1) << 24; }
 
 struct TensorMap {  // rows of `columns` 16-bit numbers, boxes of 64 columns, swizzle of 128 bytes
