@@ -2,7 +2,8 @@
 // A thread runs until it waits; who goes on, and which copy lands next, is drawn by lot.
 #pragma once
 
-// Few headers: every program is compiled anew, and they are most of what the compiler reads.
+// What is not a template is in machine.cpp, and this file is precompiled: every program is compiled anew, and
+// was in two thirds of its time this.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -135,12 +136,11 @@ struct Fiber {
 };
 
 inline Fiber* current;
-inline std::vector<Block> blocks;
-inline std::vector<std::function<void()>> flying;
+extern std::vector<Block> blocks;
 // A copy lands every 4 turns, or, drawn for each launch, every 4 to 128: slow memory shows waits that
 // are satisfied too soon, and takes its time.
 inline bool memory_varies = false;
-inline std::vector<int> cluster_arrivals;
+extern std::vector<int> cluster_arrivals;
 inline jmp_buf scheduler;
 
 inline void yield() {
@@ -203,68 +203,14 @@ inline V read(u32 address) {
 inline void write(unsigned char* to, const void* from, u32 bytes) { memcpy(to, from, bytes); }
 
 inline const char *source_begin[4], *source_end[4];
-inline void check_source(const void* from, u32 bytes) {
-    for (int i = 0; i < 4; ++i)
-        if ((const char*)from >= source_begin[i] && (const char*)from + bytes <= source_end[i]) return;
-    demand(false, "a copy from outside its tensor");
-}
-
-inline void begin_copy(u32 to, const void* from, u32 bytes) {
-    if (bytes) check_source(from, bytes);
-    unsigned char* place = smem_at(to, 16);
-    memset(place, 0xff, 16);  // NaN for whoever reads before it has landed
-    current->groups.back().push_back([=] { memset(place, 0, 16), memcpy(place, from, bytes); });
-}
-
-inline void wait_groups(int pending) {
-    auto& groups = current->groups;
-    for (int i = 0; i + 1 + pending < (int)groups.size(); ++i) {
-        for (auto& copy : groups[i]) copy();
-        groups[i].clear();
-    }
-}
-
-inline void arrive_after_copies(Barrier& barrier) {
-    auto copies = std::move(current->groups.back());
-    current->groups.back().clear();
-    flying.push_back([copies, &barrier] {
-        for (auto& copy : copies) copy();
-        barrier.arrive();
-    });
-}
-
-inline void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier) {
-    check_source(from, bytes);
-    unsigned char *first = smem_at(to, 16), *last = smem_at(to + bytes - 16, 16);
-    demand(last - first == (long)bytes - 16, "bulk copy");
-    memset(first, 0xff, bytes);
-    flying.push_back([=, &barrier] { memcpy(first, from, bytes), barrier.complete(bytes); });
-}
-
-// A box of 64 columns; chunks of 16 bytes are XORed with the row (bits 7 to 9 of their address).
-inline void begin_tensor(u32 to, const u16* from, int rows, int columns, int box, int column, int row,
-                         Barrier& barrier) {
-    unsigned char* place = smem_at(to, 16);
-    smem_at(to + box * 128 - 16, 16);
-    memset(place, 0xff, box * 128);
-    flying.push_back([=, &barrier] {
-        for (int i = 0; i < box * 64; ++i) {
-            const int r = row + i / 64, c = column + i % 64;
-            const u16 v = r < rows && c < columns ? from[(u64)r * columns + c] : 0;
-            const int at = i / 64 * 128 + ((i % 64 / 8 ^ i / 64 % 8) << 4) + i % 8 * 2;
-            memcpy(place + at, &v, 2);
-        }
-        barrier.complete(box * 128);
-    });
-}
-
-inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
-    unsigned char* place = smem_at(to, 8);
-    flying.push_back([=, &barrier] {
-        const float v[2] = {a, b};
-        memcpy(place, v, 8), barrier.complete(8);
-    });
-}
+// machine.cpp:
+void begin_copy(u32 to, const void* from, u32 bytes);
+void commit_group();
+void wait_groups(int pending);
+void arrive_after_copies(Barrier& barrier);
+void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier);
+void begin_tensor(u32 to, const u16* from, int rows, int columns, int box, int column, int row, Barrier& barrier);
+void begin_remote(u32 to, float a, float b, Barrier& barrier);
 
 inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / cluster_size]; }
 inline void wait_for_cluster() {  // for as many rounds as this thread has arrived
@@ -276,3 +222,7 @@ inline void wait_for_cluster() {  // for as many rounds as this thread has arriv
 
 // Runs `body` as every thread of a grid.
 void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);
+// The same, one block after the other; false where somebody waits for ever.
+bool launch_in_turn(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);
+// The next input: length, then bytes; on a multiple of 16.
+std::vector<unsigned char> take();

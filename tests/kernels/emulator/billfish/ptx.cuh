@@ -69,7 +69,7 @@ inline void copy_async_16(u32 to, const void* from, u64 policy) {
     demand(policy == 7, "a policy that is none");
     begin_copy(to, from, 16);
 }
-inline void commit_copies() { current->groups.emplace_back(); }
+inline void commit_copies() { commit_group(); }
 template <int kPending>
 inline void wait_copies() { wait_groups(kPending); }
 
