@@ -57,7 +57,7 @@ def machine(kind):
     header.write_text(f'#include "{EMULATOR / "machine.h"}"\n')
     command = [*find(), *FLAGS, *kind]
     subprocess.run([*command, "-x", "c++-header", header, "-o", f"{header}.gch"], check=False)
-    subprocess.run([*command, "-c", EMULATOR / "machine.cpp", "-o", made], check=True)
+    subprocess.run([*command, "-O2", "-c", EMULATOR / "machine.cpp", "-o", made], check=True)
     return ("-include", str(header), str(made))
 
 
