@@ -23,7 +23,10 @@ import pytest
 FLAGS = ["-Og", "-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-U_FORTIFY_SOURCE"]
 EMULATOR = Path(__file__).parent / "kernels" / "emulator"
-KINDS = ("-fPIC", "-DSTATIC_SMEM")  # flags that machine.cpp and machine.h must be compiled with, too
+KINDS = (
+    "-fPIC",
+    "-DSTATIC_SMEM",
+)  # flags that machine.cpp and machine.h must be compiled with, too
 NONE = "no C++ compiler: install g++ or clang++, name one in CXX, or pip install ziglang"
 
 

@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 from demo import smollm2
+from thorough import thorough
 
 from billfish import LLM, SamplingParams
 from billfish.checkpoints.verify import verify
@@ -43,9 +44,9 @@ def packed(original):
                 output[method],
                 scheme,
                 method=method,
-                nsamples=16,
+                nsamples=8,
                 seqlen=256,
-                check=method == "gptq",
+                check=False,
             )
         )
     return output
@@ -60,7 +61,7 @@ def sample_ids(original):
 
 def perplexity(model, baseline):
     dtype = cpu_type().name  # for the original, too, which is stored in fp32
-    request = EvalRequest(model, ("sample",), baseline, kl=True, limit=2, seqlen=512, dtype=dtype)
+    request = EvalRequest(model, ("sample",), baseline, kl=True, limit=2, seqlen=256, dtype=dtype)
     (task,) = evaluate(request)["tasks"]
     return task["model"]["value"], task["baseline"]["value"], task["kl"]["value"]
 
@@ -72,6 +73,14 @@ def test_gptq_keeps_what_rounding_loses(original, packed):
     assert before < gptq < 1.25 * before
     assert rtn - before > 1.5 * (gptq - before)
     assert near < 0.6 * far
+
+
+@thorough
+def test_the_check_calls_it_healthy(original, tmp_path):
+    scheme = W4A16(bits=4, group_size=64)
+    check = quantize(QuantizeRequest(original, tmp_path / "out", scheme, method="rtn"))["check"]
+    assert check["problem"] is None and check["faults"] == [] and check["text"] == "sample"
+    assert 0 < check["kl"] < check["kl_uniform"] and len(check["blocks"]) == 30
 
 
 def test_the_engine_writes_what_transformers_writes(original):
@@ -98,11 +107,12 @@ def test_kv4_keeps_the_model_good(packed, sample_ids):
     loss = {}
     for kv in ("kv16", "kv4"):
         with LLM(packed["gptq"], kv=kv, max_model_len=513) as llm:
-            scores = llm.score([sample_ids[i : i + 512] for i in (0, 512)])
+            scores = llm.score([sample_ids[:512]])
         loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
     assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03  # LOG says what is lost
 
 
+@thorough
 def test_a_needle_in_2k_tokens_is_found_in_four_bits(original, sample_ids):
     with LLM(original, kv="kv4", dtype=cpu_type().dtype, max_model_len=2100) as llm:
         said, asked = (

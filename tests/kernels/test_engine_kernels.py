@@ -15,6 +15,7 @@ import torch
 from cpp_compiler import needs_compiler
 from emulated_launch import Emulated, library
 from test_compile import complaints
+from thorough import every_third, some
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -403,7 +404,7 @@ MISTAKES = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
+@pytest.mark.parametrize("mistake", every_third(MISTAKES), ids=lambda mistake: mistake[1])
 def test_the_emulator_sees_mistakes(on_cpu, libraries, mistake, tmp_path):
     where, pattern, replacement = mistake
     name, _, header = where.partition(": ")
@@ -433,7 +434,7 @@ def test_the_emulator_sees_mistakes(on_cpu, libraries, mistake, tmp_path):
 # -- on real GPUs
 
 
-@pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
+@pytest.mark.parametrize("arch", some(("sm_80", "sm_90a"), 1))
 def test_every_program_compiles_without_spills(arch):
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda program: complaints(program, arch), EVERY)

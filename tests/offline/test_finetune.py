@@ -7,6 +7,7 @@ import pytest
 import torch
 from jobs import contents, request
 from safetensors.torch import load_file
+from thorough import also, some
 from tiny import ARCHITECTURES, write_checkpoint
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -62,7 +63,7 @@ def weights(folder):
     [
         (W3, {"weight_scale"}),
         (W2416(3.3), {"scale_base", "weight_scale_4"}),
-        (W4AX(64), {"weight_scale"}),
+        also(W4AX(64), {"weight_scale"}),
         (W4AX(64, True, "fmpq", 0.5, True), {"weight_scale"}),
         (W4A16Sparse(32), {"weight_scale"}),
     ],
@@ -94,7 +95,9 @@ def test_training_and_distillation_improve_held_out_sequences(
 
 @pytest.mark.parametrize(
     "scheme",
-    [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64), W2416(3.3), W4AX(64)],
+    some(
+        [W4A16(4, 32), W4A16(2, 16, False), W4A16(8, -1), W4A16(5, 64), W2416(3.3), W4AX(64)], 1, 2
+    ),
 )
 def test_every_grid_is_trained(tmp_path, fast, scheme, text):
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=1)
@@ -104,7 +107,7 @@ def test_every_grid_is_trained(tmp_path, fast, scheme, text):
     assert first["kept"] or scheme == W4A16(8, -1)  # 8 bits leave nothing to gain
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, 0, 4, 5, 8))
 def test_any_architecture_is_trained(tmp_path, fast, architecture, text):
     model = write_checkpoint(tmp_path / "source", architecture, num_hidden_layers=2)
     asked = request(

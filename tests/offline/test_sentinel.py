@@ -4,10 +4,12 @@ is not called broken, and a job that is stopped while it looks goes on."""
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from jobs import contents, request
+from jobs import contents
+from jobs import request as job
 from tiny import ARCHITECTURES, write_checkpoint
 from typer.testing import CliRunner
 
@@ -23,6 +25,7 @@ from billfish.schemes.registry import quantizer, with_options
 from billfish.schemes.w4a16 import W4A16
 
 BROKEN = 1  # block
+request = partial(job, check=True)
 # The fewest bits of w4a16 and its usual ones, the usual ones of all others, and 4-bit activations.
 WRITTEN = [
     W4A16(2, 32, False),

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from thorough import also
 
 from billfish.schemes import SCHEMES
 from billfish.schemes.registry import quantizer, with_options
@@ -30,7 +31,16 @@ every_case = pytest.mark.parametrize(("scheme", "n", "k"), CASES, ids=str)
 every_layer = pytest.mark.parametrize(
     ("scheme", "n", "k"), list({case[0]: case for case in CASES}.values()), ids=str
 )
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# Each case in one type; a family's examples are many, and so is each of them tested in all types.
+every_typed_case = pytest.mark.parametrize(
+    ("scheme", "n", "k", "dtype"),
+    [
+        (*case, dtype) if place % 3 == kind else also(*case, dtype)
+        for place, case in enumerate(CASES)
+        for kind, dtype in enumerate(DTYPES)
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 
 
 def seeded(n, k):
