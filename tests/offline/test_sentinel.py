@@ -10,6 +10,7 @@ import pytest
 import torch
 from jobs import contents
 from jobs import request as job
+from thorough import some
 from tiny import ARCHITECTURES, write_checkpoint
 from typer.testing import CliRunner
 
@@ -89,7 +90,7 @@ def test_healthy_models_are_not_called_broken(tmp_path, wide, text, scheme):
     assert 0 < check["greedy_same"] <= check["greedy_tokens"] == 4 * 32
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, 0, 4, 5, 8))
 def test_what_it_measures_is_what_the_models_compute(tmp_path, text, architecture):
     """KL and greedy tokens again, from both models as they are loaded."""
     source = write_checkpoint(tmp_path / "source", architecture)

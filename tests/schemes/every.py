@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from thorough import also
+from thorough import also, one_each
 
 from billfish.schemes import SCHEMES
 from billfish.schemes.registry import quantizer, with_options
@@ -27,18 +27,19 @@ CASES = [
     if scheme.refuses(*shape) is None
 ]
 every_case = pytest.mark.parametrize(("scheme", "n", "k"), CASES, ids=str)
-# QuantLinear knows no shape and no bit: the last shape of each scheme will do.
+# QuantLinear knows no shape and no bit: the last shape of each scheme will do, and of the schemes
+# the usual ones and every third.
+LAYERS = list({case[0]: case for case in CASES}.values())
+USUAL = [*map(with_options, SCHEMES), *(case[0] for case in LAYERS[::3])]
 every_layer = pytest.mark.parametrize(
-    ("scheme", "n", "k"), list({case[0]: case for case in CASES}.values()), ids=str
+    ("scheme", "n", "k"),
+    [case if case[0] in USUAL else also(*case) for case in LAYERS],
+    ids=str,
 )
 # Each case in one type; a family's examples are many, and so is each of them tested in all types.
 every_typed_case = pytest.mark.parametrize(
     ("scheme", "n", "k", "dtype"),
-    [
-        (*case, dtype) if place % 3 == kind else also(*case, dtype)
-        for place, case in enumerate(CASES)
-        for kind, dtype in enumerate(DTYPES)
-    ],
+    one_each(CASES, DTYPES),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 
