@@ -23,10 +23,12 @@ def every_third(cases):
 def one_each(cases, values):
     """Pairs of all cases with all values: each case with one of them, in turn, the others thorough.
     Cases of several arguments are tuples."""
+    pairs = []
     for place, case in enumerate(cases):
         for turn, value in enumerate(values):
             pair = (*case, value) if isinstance(case, tuple) else (case, value)
-            yield pair if turn == place % len(values) else also(*pair)
+            pairs.append(pair if turn == place % len(values) else also(*pair))
+    return pairs
 
 
 def second(programs, step=2):
