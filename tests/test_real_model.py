@@ -98,8 +98,8 @@ def test_the_engine_writes_what_transformers_writes(original):
 def test_kv4_keeps_the_model_good(packed, sample_ids):
     loss = {}
     for kv in ("kv16", "kv4"):
-        with LLM(packed, kv=kv, max_model_len=257) as llm:
-            scores = llm.score([sample_ids[:256]])
+        with LLM(packed, kv=kv, max_model_len=513) as llm:
+            scores = llm.score([sample_ids[:512]])
         loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
     assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03  # LOG says what is lost
 
