@@ -70,7 +70,7 @@ inline void copy_async_16(u32 to, const void* from, u64 policy) {
     demand(policy == 7, "a policy that is none");
     begin_copy(to, from, 16);
 }
-inline void commit_copies() { current->groups.emplace_back(); }
+inline void commit_copies() { commit_group(); }
 template <int kPending>
 inline void wait_copies() { wait_groups(kPending); }
 
@@ -102,7 +102,10 @@ inline void barrier_arrive_after(u32 b, float, bool mine) {
 inline void barrier_arrive_expect(u32 b, u32 bytes) { barrier_at(b).arrive(bytes); }
 inline void barrier_arrive_after_copies(u32 b) { arrive_after_copies(barrier_at(b)); }
 inline bool barrier_try_wait(u32 b, u32 parity) { return barrier_at(b).done(parity); }
-inline void barrier_wait(u32 b, u32 parity) { while (!barrier_try_wait(b, parity)) yield(); }
+inline void barrier_wait(u32 b, u32 parity) {
+    const Barrier& barrier = barrier_at(b);
+    while (!barrier.done(parity)) wait_for_change(barrier.phase);
+}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     demand(policy == 7 && bytes % 16 == 0 && to % 16 == 0 && (u64)from % 16 == 0, "bulk copy");
     begin_bulk(to, from, bytes, barrier_at(b));
