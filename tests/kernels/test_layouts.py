@@ -99,18 +99,17 @@ def records():
 def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
+    yield "kDecodeThreads", tile.THREADS
     yield "kCluster", clusters.CLUSTER
     yield "kBarrierBytes", clusters.BARRIER_BYTES
     for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
         total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
-        how = tile.pick_tile(m, total * BRICK_N, size, group, H200)
+        how = tile.pick_tile(m, total * BRICK_N, size, H200)
         passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
         buffers = min(passes, 2)  # of partial sums
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
         sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
         yield f"Record<{group}, {zeros}>::kBytes", size
-        sizes = (group, how.tokens, how.bands)
-        yield f"decode_threads{sizes}", tile.threads(*sizes)
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
 
 

@@ -361,7 +361,7 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem), full = base + Block::kBarriers;
     launch_dependents();
-    const int items = head[0] * kv_heads;
+    const int items = head[0] * kv_heads, fresh = head[2];
     const Chunk* rows = reinterpret_cast<const Chunk*>(table + head[1]);
     if (static_cast<int>(blockIdx.x) >= items) {  // frees its slot for the next kernel
         // One block waits all the same: a kernel that waits for this one relies on all before it.
@@ -378,7 +378,7 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     }
     __syncthreads();
     if (threadIdx.x >= kTakers * 32)
-        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group, head[2]);
+        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group, fresh);
     else
         take_items<T, F, kDim>(base, out, workspace, arrived, items, kv_heads, group, scale);
 #endif

@@ -6,7 +6,6 @@
 //                  previous kernel has ended (PDL), since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended
 //     warps 2-9    consumers: 32 outputs x 128 inputs at a time
-//     warp 10      sums of x, which zero points need, where four bands share them (kSummed)
 //
 // Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
@@ -16,28 +15,16 @@
 namespace billfish {
 
 constexpr int kFirstMathWarp = 2;
-constexpr int kSumWarp = kFirstMathWarp + kMathWarps;
+constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
-// Whether one warp sums x for all: of 16 tokens a third of each warp's products (8192 x 57344: 92 us
-// become 70). With fewer bands a stage has more of x than one warp sums in time (4096 x 4096: 6.9 us
-// become 8.7), and with smaller groups registers do not suffice for one more warp.
-constexpr BILLFISH_DEVICE bool sums_apart(int group, int tokens, int bands) {
-    return tokens == 16 && bands == 4 && group == 128;
-}
-constexpr BILLFISH_DEVICE int decode_threads(int group, int tokens, int bands) {
-    return 32 * (kSumWarp + sums_apart(group, tokens, bands));
-}
-
-// One stage of the ring: four records, of one, two or four bands; x; its sums. There is one round of
+// One stage of the ring: four records, of one, two or four bands, and x. There is one round of
 // barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
-    static constexpr bool kSummed = sums_apart(kGroup, kTokens, kBands);
     static constexpr int kSlices = 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
-    static constexpr int kX = 4 * kRecordBytes;  // byte offsets
-    static constexpr int kSums = kX + kSlices * x_bytes(kTokens);
-    static constexpr int kBytes = kSums + (kSummed ? kRecordK / kGroup * kTokens * 8 : 0);
+    static constexpr int kX = 4 * kRecordBytes;  // byte offset
+    static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
@@ -48,7 +35,7 @@ constexpr int kBarrierBytes = 256;
 // last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
 // the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
-__global__ void __launch_bounds__(decode_threads(kGroup, kTokens, kBands), 2)
+__global__ void __launch_bounds__(kDecodeThreads, 2)
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
              int k_tiles, int stages, bool gated) {
@@ -57,20 +44,17 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     using Exchange = Sums<kTokens, kBands>;
     using Me = Worker<kBands * 2, kFirstMathWarp>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
-    static_assert(kSlices == 1 || !Stage::kSummed, "one slice's sums");
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    const u32 full = base, empty = base + 64, reduced = base + 128, x_full = base + 192;
+    const u32 full = base, empty = base + 64, reduced = base + 128;
     const u32 ring = base + kBarrierBytes;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            // The bulk copy, and each lane's copies of x or the warp that sums it.
-            barrier_init(full + 8 * i, 1 + (Stage::kSummed ? 1 : 32));
-            barrier_init(x_full + 8 * i, 32);
+            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
             barrier_init(empty + 8 * i, kMathWarps);
         }
         barrier_init(reduced, 1);
@@ -80,7 +64,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     __syncthreads();
     cluster_arrive();
 
-    if (warp < kFirstMathWarp || warp == kSumWarp) {
+    if (warp < kFirstMathWarp) {
         const Share share(n, k_tiles);
         const int passes = share.passes(kBands), span = share.span;
         Slot slot;
@@ -113,7 +97,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 }
                 if (passes == 0) linger(share.most_bands * span);
             }
-        } else if (warp == 1) {
+        } else {
             // Lanes 0-15 copy even tokens, 16-31 odd ones: a slice is one addition, one XOR and one
             // copy for every two tokens. An odd m copies one row twice.
             const int chunk = lane % 16, x_tiles = (x_k + kRecordK - 1) / kRecordK;
@@ -140,18 +124,9 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                                               x + (from[pair] + column), bytes);
                         }
                     }
-                    barrier_arrive_after_copies((Stage::kSummed ? x_full : full) + 8 * slot.index);
+                    barrier_arrive_after_copies(full + 8 * slot.index);
                     slot.advance(stages);
                 }
-            }
-        } else if constexpr (Stage::kSummed) {
-            for (int i = 0; i < passes * span; ++i) {  // a slice is a stage
-                const u32 stage = ring + slot.index * Stage::kBytes;
-                barrier_wait(x_full + 8 * slot.index, slot.parity);
-                sum_x<T, kGroup>(stage + Stage::kX, stage + Stage::kSums, lane);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(full + 8 * slot.index);
-                slot.advance(stages);
             }
         }
         __syncwarp();
@@ -186,14 +161,10 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
             };
             barrier_wait(full + 8 * slot.index, slot.parity);
-            if (mine <= 0)
-                release(0);
-            else if constexpr (Stage::kSummed)
-                multiply<T, S, kGroup, kAsymmetric, kTokens>(
-                    places, acc, release,
-                    ring + slot.index * Stage::kBytes + Stage::kSums + thread_index() % 4 * 16);
-            else
+            if (mine > 0)
                 multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
+            else
+                release(0);
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         }
 

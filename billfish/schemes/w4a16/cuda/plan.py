@@ -101,10 +101,8 @@ class Plan:
         kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.splits, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
-        kind = self.kind
-        how = tile.pick_tile(tokens, self.n, kind.record_bytes, kind.group, gpu(index))
-        threads = tile.threads(kind.group, tokens, how.bands)
-        kernel = few_kernel(kind, self.dtype, tokens, how.bands).load(index)
+        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
+        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
         def run(
@@ -122,7 +120,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, threads, arguments, how.smem, clusters.CLUSTER, True)
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
 
         return run
 

@@ -45,7 +45,6 @@ inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
     meet(warp.gate, 32);
 }
 inline float load_smem_float(u32 a) { return read<float>(a); }
-inline void store_smem_float(u32 to, float v) { write(smem_at(to, 4), &v, 4); }
 inline void store_smem_2(u32 to, u32 v) {
     const u16 lower = v;
     write(smem_at(to, 2), &lower, 2);
