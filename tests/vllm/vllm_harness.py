@@ -89,7 +89,6 @@ def _worker() -> subprocess.Popen:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_INT4_W4A8": "0",  # by default it also rounds activations, to int8
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "OMP_NUM_THREADS": "1",
     }
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -120,7 +119,6 @@ def vllm(
         "enforce_eager": True,
         "max_model_len": CONTEXT,
         "max_num_batched_tokens": CONTEXT,  # of the first step, which measures memory
-        "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
     }
     binding = "|".join(map(str, cpus[:tensor_parallel]))
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_PLUGINS": plugins}

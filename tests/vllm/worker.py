@@ -1,21 +1,36 @@
-"""Runs inside .venv-vllm: answers jobs, one line of JSON each, by one process of vLLM each.
+"""Runs inside .venv-vllm: answers jobs, one line of JSON each, by one process of vLLM per rank.
 
 A job has `settings` (arguments of vllm.LLM), `environment`, `prompts` (lists of token ids, so that
 no tokenizer is needed), `tokens` and `log`, a file for all that vLLM says. The answer has `tokens`
 and `logprobs` of those chosen, or `error`, an exit status. Importing vLLM takes longer than most
-jobs, so they are forks of this process, and without tensor parallelism the engine runs in the fork
-itself.
+jobs, so ranks are forks of this process, each with an engine of its own that schedules alike; vLLM
+itself would start fresh ones (`distributed_executor_backend`: "mp" in the settings lets it).
 """
 
 import json
 import os
+import signal
 import sys
+import tempfile
+import traceback
 
 
-def answer(job: dict) -> dict:
+def executor(rank: int, meeting: str):
+    """An executor that is one rank of several, which meet at a file."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class OneRank(UniProcExecutor):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"file://{meeting}", rank, rank
+
+    return OneRank
+
+
+def answer(job: dict, rank: int, meeting: str) -> dict:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(skip_tokenizer_init=True, enable_prefix_caching=False, **job["settings"])
+    settings = {"distributed_executor_backend": executor(rank, meeting), **job["settings"]}
+    llm = LLM(skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
     greedy = SamplingParams(
         temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False, logprobs=0
     )
@@ -28,13 +43,50 @@ def answer(job: dict) -> dict:
     return {"tokens": [list(output.token_ids) for output in outputs], "logprobs": logprobs}
 
 
-def run(job: dict, answers: int) -> None:
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def run(job: dict, rank: int, meeting: str, answers: str) -> None:
+    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(job["environment"])
-    with os.fdopen(answers, "w") as pipe:
-        json.dump(answer(job), pipe)
+    given = answer(job, rank, meeting)
+    if rank == 0:
+        with open(answers, "w") as file:
+            json.dump(given, file)
+
+
+def fork(job: dict, rank: int, meeting: str, answers: str) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run(job, rank, meeting, answers)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)  # not by this process's own exit handlers
+    return child
+
+
+def finish(job: dict) -> str:
+    """The answer to a job as JSON. A rank that fails ends the others, which wait for it."""
+    settings = job["settings"]
+    own = "distributed_executor_backend" not in settings
+    with tempfile.TemporaryDirectory() as folder:
+        answers, meeting = f"{folder}/answer", f"{folder}/meeting-{os.path.basename(folder)}"
+        ranks = range(settings["tensor_parallel_size"] if own else 1)
+        running = {fork(job, rank, meeting, answers) for rank in ranks}
+        failed = 0
+        while running:
+            child, status = os.wait()
+            running.discard(child)
+            if status and not failed:
+                failed = status
+                for other in running:
+                    os.kill(other, signal.SIGKILL)
+        if failed:
+            return json.dumps({"error": failed})
+        with open(answers) as file:
+            return file.read()
 
 
 def warm_up() -> None:
@@ -56,23 +108,7 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout
     warm_up()
     for line in sys.stdin:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            try:
-                run(json.loads(line), writer)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)  # not this process's own exit handlers
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        print(text if status == 0 else json.dumps({"error": status}), file=replies, flush=True)
+        print(finish(json.loads(line)), file=replies, flush=True)
 
 
 if __name__ == "__main__":
