@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm_harness import Answer, Failed, engine, recited, teach, vllm
 
+from billfish.checkpoints.convert import convert
 from billfish.models.generate import encode
 from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
@@ -122,19 +123,59 @@ def test_same_tokens(family, name, tensor_parallel, models):
     assert difference < noise(name, tensor_parallel)
 
 
-@pytest.mark.parametrize("name", ["w4ax", "w2416"])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "fmpq"])
 def test_compiled(name, models):
-    """torch.compile with Inductor, as vLLM does unless told otherwise."""
+    """torch.compile with Inductor, as vLLM does unless told otherwise: whole graphs, once for any
+    number of tokens."""
     directory, expected = models("Llama", name)
-    answer = vllm(directory, prompts(), NEW, enforce_eager=False)
+    answer = vllm(directory, prompts(), NEW, enforce_eager=False, **taken_over(name))
     assert answer.tokens == expected.tokens
     assert answer.differs_by(expected) < noise(name, 1)
+
+
+def test_ranks_that_vllm_starts(models):
+    """As it does unless told otherwise: fresh processes, which get the config through a pipe."""
+    directory, expected = models("Qwen2", "w2416")
+    settings = {"distributed_executor_backend": "mp", "enforce_eager": False}
+    answer = vllm(directory, prompts(), NEW, 2, **settings)
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < noise("w2416", 2)
 
 
 def test_bfloat16(models):
     directory, expected = models("Qwen2", "w2416")
     answer = vllm(directory, prompts(), NEW, dtype="bfloat16")
     assert answer.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("to", ["gptq", "awq"])
+def test_other_formats_are_taken_over(to, tensor_parallel, models, tmp_path):
+    """`convert` keeps codes, scales and zeros, so the answer is the same."""
+    directory, expected = models("Llama", "w4a16")
+    convert(directory, tmp_path / to, to)
+    answer = vllm(tmp_path / to, prompts(), NEW, tensor_parallel, quantization="billfish")
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < NOISE
+
+
+def test_reordered_columns_run_on_one_rank_and_are_refused_on_two(models, tmp_path):
+    """desc_act. The config does not say it: what counts is g_idx, which is small."""
+    directory, _ = models("Llama", "w4a16")
+    gptq = tmp_path / "gptq"
+    convert(directory, gptq, "gptq")
+    groups = torch.arange(SIZES["hidden_size"], dtype=torch.int32) // 64
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(2))
+    changed(gptq, gptq, "model.layers.1.self_attn.o_proj.g_idx", groups[order])
+    teach(gptq, sequences(), PROMPT)
+    expected = engine(gptq, prompts(), NEW)
+    assert expected.tokens == sequences()[:, PROMPT:].tolist()
+    answer = vllm(gptq, prompts(), NEW, quantization="billfish")
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < NOISE
+    with pytest.raises(Failed, match=r"layers.1.self_attn.o_proj: .* \(desc_act\)") as failed:
+        vllm(gptq, prompts(), NEW, 2, quantization="billfish")
+    assert "Loading weights took" not in str(failed.value)
 
 
 def test_a_layer_that_cannot_be_split_is_refused(tmp_path):
@@ -149,7 +190,8 @@ def test_a_layer_that_cannot_be_split_is_refused(tmp_path):
 
 def changed(directory: Path, copy: Path, name: str, tensor: torch.Tensor | None) -> None:
     """A copy of a checkpoint with another tensor in the place of one; None: without it."""
-    shutil.copytree(directory, copy, dirs_exist_ok=True)
+    if copy != directory:
+        shutil.copytree(directory, copy, dirs_exist_ok=True)
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = copy / index["weight_map"][name]
     tensors = load_file(file) | {name: tensor}

@@ -108,10 +108,23 @@ def vllm(
     directory: Path, prompts: list[list[int]], new: int, tensor_parallel: int = 1, **settings
 ) -> Answer:
     """vLLM's answer; `settings` are arguments of vllm.LLM, but `plugins`: False for stock vLLM."""
+    what = {"prompts": prompts, "tokens": new}
+    answer = _ask(directory, tensor_parallel, what, settings)
+    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+
+
+def loaded(directory: Path, file: Path, tensor_parallel: int = 1, **settings) -> list[dict]:
+    """What stock vLLM loads: the parameters of each rank."""
+    _ask(directory, tensor_parallel, {"parameters": str(file)}, {"plugins": False, **settings})
+    return [load_file(f"{file}-{rank}") for rank in range(tensor_parallel)]
+
+
+def _ask(directory: Path, tensor_parallel: int, what: dict, settings: dict) -> dict:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < tensor_parallel:
         pytest.skip(f"tensor parallel {tensor_parallel} needs as many CPUs; here are {len(cpus)}")
-    plugins = "billfish" if settings.pop("plugins", True) else ""
+    given = dict(settings)
+    plugins = "billfish" if given.pop("plugins", True) else ""
     usual = {
         "model": str(directory),
         "tensor_parallel_size": tensor_parallel,
@@ -123,17 +136,11 @@ def vllm(
     binding = "|".join(map(str, cpus[:tensor_parallel]))
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_PLUGINS": plugins}
     with tempfile.NamedTemporaryFile("r") as log:
-        job = {
-            "settings": usual | settings,
-            "environment": environment,
-            "prompts": prompts,
-            "tokens": new,
-            "log": log.name,
-        }
+        job = {"settings": usual | given, "environment": environment, "log": log.name, **what}
         worker = _worker()
         print(json.dumps(job), file=worker.stdin, flush=True)
         line = worker.stdout.readline()
         answer = json.loads(line) if line else {"error": "the worker ended"}
         if "error" in answer:
             raise Failed(f"vLLM on {directory}: {answer['error']}\n{log.read()[-8000:]}")
-    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+    return answer

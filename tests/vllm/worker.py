@@ -5,6 +5,8 @@ no tokenizer is needed), `tokens` and `log`, a file for all that vLLM says. The 
 and `logprobs` of those chosen, or `error`, an exit status. Importing vLLM takes longer than most
 jobs, so ranks are forks of this process, each with an engine of its own that schedules alike; vLLM
 itself would start fresh ones (`distributed_executor_backend`: "mp" in the settings lets it).
+
+With `parameters`, a file name, a job runs nothing: each rank saves there what vLLM loaded.
 """
 
 import json
@@ -43,12 +45,41 @@ def answer(job: dict, rank: int, meeting: str) -> dict:
     return {"tokens": [list(output.token_ids) for output in outputs], "logprobs": logprobs}
 
 
+def load(job: dict, rank: int, meeting: str) -> dict:
+    """The parameters of the model as vLLM's loader leaves them, before a kernel arranges them."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # The only kernel for experts of 4 bits on a CPU, which a layer chooses when it is made, wants
+    # AMX. It does not run here.
+    torch.cpu._is_amx_tile_supported = lambda: True
+    load_general_plugins()
+    config = EngineArgs(skip_tokenizer_init=True, **job["settings"]).create_engine_config()
+    ranks = config.parallel_config.tensor_parallel_size
+    os.environ["VLLM_DIST_IDENT"] = os.path.basename(meeting)
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
+        initialize_model_parallel(ranks)
+        loader = get_model_loader(config.load_config)
+        model = loader.create_model(config, config.model_config)
+        loader.load_weights(model, config.model_config)
+    parameters = {name: value.data.contiguous() for name, value in model.named_parameters()}
+    save_file(parameters, f"{job['parameters']}-{rank}")
+    return {"parameters": len(parameters)}
+
+
 def run(job: dict, rank: int, meeting: str, answers: str) -> None:
     log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(job["environment"])
-    given = answer(job, rank, meeting)
+    given = (load if "parameters" in job else answer)(job, rank, meeting)
     if rank == 0:
         with open(answers, "w") as file:
             json.dump(given, file)
