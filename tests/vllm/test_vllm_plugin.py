@@ -222,19 +222,19 @@ QUESTIONS = ["What is the capital of France?", "List the days of the week."]
 BEGINNINGS = ["1, 2, 3, 4, 5, 6, 7, 8, 9,", "The capital of France is"]
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
+@pytest.fixture(scope="module", params=["w4a16", "w2416", "w4a16_24"])
+def smollm2(request, tmp_path_factory) -> tuple[str, Path]:
     if "BILLFISH_SMOLLM2" not in os.environ:
         pytest.skip("BILLFISH_SMOLLM2 names no dense SmolLM2 checkpoint; make test-vllm makes one")
-    return Path(os.environ["BILLFISH_SMOLLM2"])
+    source = Path(os.environ["BILLFISH_SMOLLM2"])
+    return request.param, quantized(source, tmp_path_factory.mktemp("smollm2") / "q", request.param)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w2416", "w4a16_24"])
-def test_smollm2(name, smollm2, tmp_path):
+def test_smollm2(smollm2):
     """It speaks freely. Not with w4ax: without calibration its 8-bit steps turn last bits into 0.1
     of a log-probability, and our engine and transformers with QuantLinear part as soon."""
-    directory = quantized(smollm2, tmp_path / name, name)
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    name, directory = smollm2
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     asked = [tokenizer(text).input_ids for text in BEGINNINGS]
     asked += [encode(tokenizer, text, chat=True) for text in QUESTIONS]
     expected = engine(directory, asked, NEW)
@@ -247,7 +247,7 @@ def test_smollm2(name, smollm2, tmp_path):
     assert same == [NEW] * len(asked)
 
 
-def test_smollm2_has_nine_heads(smollm2, tmp_path):
-    directory = quantized(smollm2, tmp_path / "w4ax", "w4ax")
+def test_smollm2_has_nine_heads(smollm2):
+    name, directory = smollm2
     with pytest.raises(Failed, match=r"attention heads \(9\) must be divisible by tensor parallel"):
-        vllm(directory, [[1, 2]], 1, 2)
+        vllm(directory, [[1, 2]], 1, 2, **taken_over(name))
