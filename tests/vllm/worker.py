@@ -2,9 +2,10 @@
 
 A job has `settings` (arguments of vllm.LLM), `environment`, `prompts` (lists of token ids, so that
 no tokenizer is needed), `tokens` and `log`, a file for all that vLLM says. The answer has `tokens`
-and `logprobs` of those chosen, or `error`, an exit status. Importing vLLM takes longer than most
-jobs, so ranks are forks of this process, each with an engine of its own that schedules alike; vLLM
-itself would start fresh ones (`distributed_executor_backend`: "mp" in the settings lets it).
+and `logprobs` of those chosen, or `error`, an exit status or a sentence. Importing vLLM takes
+longer than most jobs, so ranks are forks of this process, each with an engine of its own that
+schedules alike; vLLM itself would start fresh ones (`distributed_executor_backend`: "mp" in the
+settings lets it).
 
 With `parameters`, a file name, a job runs nothing: each rank saves there what vLLM loaded.
 """
@@ -14,7 +15,10 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
+
+LIMIT = 900  # seconds for a job; compiled ones, the longest, take 80 on two busy cores
 
 
 def executor(rank: int, meeting: str):
@@ -99,19 +103,23 @@ def fork(job: dict, rank: int, meeting: str, answers: str) -> int:
 
 
 def finish(job: dict) -> str:
-    """The answer to a job as JSON. A rank that fails ends the others, which wait for it."""
+    """The answer to a job as JSON. A rank that fails ends the others, which wait for it; LIMIT
+    seconds end all."""
     settings = job["settings"]
     own = "distributed_executor_backend" not in settings
     with tempfile.TemporaryDirectory() as folder:
         answers, meeting = f"{folder}/answer", f"{folder}/meeting-{os.path.basename(folder)}"
         ranks = range(settings["tensor_parallel_size"] if own else 1)
         running = {fork(job, rank, meeting, answers) for rank in ranks}
-        failed = 0
+        failed, end = 0, time.monotonic() + LIMIT
         while running:
-            child, status = os.wait()
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0 and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
             running.discard(child)
-            if status and not failed:
-                failed = status
+            if not failed and (status or child == 0):
+                failed = status or f"no answer in {LIMIT} s"
                 for other in running:
                     os.kill(other, signal.SIGKILL)
         if failed:
