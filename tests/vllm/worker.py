@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 
-LIMIT = 900  # seconds for a job; compiled ones, the longest, take 80 on two busy cores
+LIMIT = 900  # seconds for a job; the longest, two compiled ranks, took 300 on two very busy cores
 
 
 def executor(rank: int, meeting: str):
