@@ -154,8 +154,7 @@ def test_bfloat16(models):
     assert answer.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("to", ["gptq", "awq"])
+@pytest.mark.parametrize(("to", "tensor_parallel"), [("gptq", 2), ("awq", 1), ("awq", 2)])
 def test_other_formats_are_taken_over(to, tensor_parallel, models, tmp_path):
     """`convert` keeps codes, scales and zeros, so the answer is the same."""
     directory, expected = models("Llama", "w4a16")
