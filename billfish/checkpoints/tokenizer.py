@@ -21,7 +21,9 @@ def load_tokenizer(path: Path | str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-        tokenizer(string.printable)
+        # Without files transformers makes an empty one for some families (Qwen2, for example).
+        if not tokenizer(string.printable, add_special_tokens=False).input_ids:
+            raise ValueError("it gives no tokens for plain text")
         return tokenizer
     except BaseException as error:
         # Panics of the tokenizers library (Rust) are not subclasses of Exception.

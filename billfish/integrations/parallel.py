@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from billfish.checkpoints.own import Own
 from billfish.errors import UserError
 from billfish.formats.spec import TensorSpec
 from billfish.schemes.base import LinearOp, Scheme
@@ -85,7 +86,10 @@ class Stored:
     cut: list[dict[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
-        if reason := self.slices.refusal(self.scheme):
+        self.refuse_cut(self.scheme)
+
+    def refuse_cut(self, scheme: Scheme) -> None:
+        if reason := self.slices.refusal(scheme):
             n, k, ranks = self.slices.n, self.slices.k, self.slices.ranks
             raise UserError(
                 f"{self.module}: this {n} x {k} linear cannot be split over {ranks} ranks: "
@@ -93,12 +97,15 @@ class Stored:
             )
 
     def rehearse(self, small: Mapping[str, Tensor]) -> None:
-        """Cut canonical tensors of which the large ones are on the meta device: raises a UserError
-        if the others, an order of inputs, say, forbid what Slices.refusal allows."""
+        """Cut stored tensors of which the large ones are on the meta device: raises a UserError if
+        the others, an order of inputs, say, forbid what the scheme of the config allows."""
         try:
-            self.slices.of(self.scheme, small)
+            scheme = self.dialect.resolve_scheme(self.scheme, small)
+            if isinstance(self.dialect, Own):  # stored tensors are canonical
+                self.slices.of(scheme, small)
         except UserError as error:
             raise UserError(f"{self.module}: {error}", error.part) from None
+        self.refuse_cut(scheme)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -7,6 +7,7 @@ vLLM are at the top: where they fail, vLLM logs it and runs without this method.
 """
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
 from billfish.checkpoints.dialects import read_dialect
-from billfish.checkpoints.own import METHOD, Own
+from billfish.checkpoints.own import METHOD
 from billfish.checkpoints.packed import by_module, small_tensors
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
@@ -107,12 +108,17 @@ class BillfishConfig(QuantizationConfig):  # type: ignore[misc]
                 f"{prefix}: is quantized, and Billfish runs no packed head in vLLM. Quantize the "
                 "model without --head-bits."
             )
-        if isinstance(layer, RoutedExperts) and self.dialect.scheme(f"{prefix}.0.down_proj"):
+        if isinstance(layer, RoutedExperts) and self._packs_experts(layer, prefix):
             raise UserError(
                 f"{prefix}: its experts are quantized, which Billfish does not run in vLLM. For "
                 "w4a16 leave the model to vLLM: without quantization='billfish'."
             )
         return None
+
+    def _packs_experts(self, layer: Any, prefix: str) -> bool:
+        leaves = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        modules = product(range(layer.global_num_experts), leaves)
+        return any(self.dialect.scheme(f"{prefix}.{expert}.{leaf}") for expert, leaf in modules)
 
     def _schemes(self, prefix: str) -> dict[str, Scheme | None]:
         """The linears of the checkpoint that vLLM merged into this layer, in their order."""
@@ -157,8 +163,7 @@ class BillfishLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 slices = Slices.of_outputs(input_size, sizes[here], replicas[here], rank, ranks)
             scheme = self.schemes[module]
             stored.append(Stored(module, self.dialect, scheme, slices, params_dtype))
-            # In our own dialect stored tensors are canonical; in others refuses_cut knows all.
-            if self.directory is not None and isinstance(self.dialect, Own):
+            if self.directory is not None:
                 checkpoint, names = _opened(self.directory)
                 stored[-1].rehearse(small_tensors(checkpoint, self.dialect, scheme, names[module]))
         layer.billfish = Layer(stored)

@@ -96,7 +96,14 @@ def quantized(case: Case, folder: Path) -> Path:
     model's own hidden states; a packed one is made of it by a second job."""
     model = small_llama(case)
     model.save_pretrained(folder / "dense")
-    request = QuantizeRequest(folder / "dense", folder / "quantized", case.scheme, method="rtn")
+    request = QuantizeRequest(
+        folder / "dense",
+        folder / "quantized",
+        case.scheme,
+        method="rtn",
+        allow_skipped=True,
+        check=False,
+    )
     quantize(request)
     teach(request.output, sequences(), PROMPT_LENGTH)
     if case.head_bits is None:
@@ -171,12 +178,13 @@ def test_smollm2(tmp_path):
     if "BILLFISH_SMOLLM2" not in os.environ:
         pytest.skip("BILLFISH_SMOLLM2 names no dense SmolLM2 checkpoint; make test-vllm makes one")
     dense = Path(os.environ["BILLFISH_SMOLLM2"])
-    quantize(QuantizeRequest(dense, tmp_path / "quantized", W4A16(4, 64), method="rtn"))
+    directory = tmp_path / "quantized"
+    quantize(QuantizeRequest(dense, directory, W4A16(4, 64), method="rtn", check=False))
     tokenizer = AutoTokenizer.from_pretrained(dense)
     prompts = [tokenizer(text).input_ids for text in BEGINNINGS]
     prompts += [encode(tokenizer, text, chat=True) for text in QUESTIONS]
-    expected = ours(tmp_path / "quantized", prompts)
-    answer = stock(tmp_path / "quantized", prompts, tensor_parallel=1)
+    expected = ours(directory, prompts)
+    answer = stock(directory, prompts, tensor_parallel=1)
     compared, difference = 0, 0.0
     for i, margins in enumerate(expected.margins):
         ties = (margins <= TIE).nonzero()

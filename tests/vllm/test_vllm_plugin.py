@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm_harness import Answer, Failed, engine, recited, teach, vllm
 
+from billfish.checkpoints.convert import convert
 from billfish.models.generate import encode
 from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
@@ -55,7 +56,8 @@ NOISE_ROUNDED = {1: 0.3, 2: 1.0}
 
 def quantized(dense: Path, output: Path, name: str) -> Path:
     scheme, options = SCHEMES[name]
-    quantize(QuantizeRequest(dense, output, from_options(scheme, options), method="rtn"))
+    made = from_options(scheme, options)
+    quantize(QuantizeRequest(dense, output, made, method="rtn", check=False))
     return output
 
 
@@ -110,9 +112,13 @@ def models(tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("family", FAMILIES)
+# Everything on two ranks; on one, the easier case, each scheme and each family at least once:
+# test_compiled has it, too.
+CELLS = [(family, name, 2) for family in FAMILIES for name in SCHEMES]
+CELLS += [(family, name, 1) for family, name in zip((*FAMILIES, "Llama"), SCHEMES, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "name", "tensor_parallel"), sorted(CELLS))
 def test_same_tokens(family, name, tensor_parallel, models):
     directory, expected = models(family, name)
     answer = vllm(directory, prompts(), NEW, tensor_parallel, **taken_over(name))
@@ -122,19 +128,59 @@ def test_same_tokens(family, name, tensor_parallel, models):
     assert difference < noise(name, tensor_parallel)
 
 
-@pytest.mark.parametrize("name", ["w4ax", "w2416"])
+@pytest.mark.parametrize("name", ["w4a16", "w4ax", "w4a16_24"])
 def test_compiled(name, models):
-    """torch.compile with Inductor, as vLLM does unless told otherwise."""
+    """torch.compile with Inductor, as vLLM does unless told otherwise: whole graphs, once for any
+    number of tokens."""
     directory, expected = models("Llama", name)
-    answer = vllm(directory, prompts(), NEW, enforce_eager=False)
+    answer = vllm(directory, prompts(), NEW, enforce_eager=False, **taken_over(name))
     assert answer.tokens == expected.tokens
     assert answer.differs_by(expected) < noise(name, 1)
+
+
+def test_ranks_that_vllm_starts(models):
+    """Compiled, in fresh processes that get the config through a pipe: what vLLM does unless told
+    otherwise."""
+    directory, expected = models("Qwen2", "w2416")
+    settings = {"distributed_executor_backend": "mp", "enforce_eager": False}
+    answer = vllm(directory, prompts(), NEW, 2, **settings)
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < noise("w2416", 2)
 
 
 def test_bfloat16(models):
     directory, expected = models("Qwen2", "w2416")
     answer = vllm(directory, prompts(), NEW, dtype="bfloat16")
     assert answer.tokens == expected.tokens
+
+
+@pytest.mark.parametrize(("to", "tensor_parallel"), [("gptq", 2), ("awq", 1), ("awq", 2)])
+def test_other_formats_are_taken_over(to, tensor_parallel, models, tmp_path):
+    """`convert` keeps codes, scales and zeros, so the answer is the same."""
+    directory, expected = models("Llama", "w4a16")
+    convert(directory, tmp_path / to, to)
+    answer = vllm(tmp_path / to, prompts(), NEW, tensor_parallel, quantization="billfish")
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < NOISE
+
+
+def test_reordered_columns_run_on_one_rank_and_are_refused_on_two(models, tmp_path):
+    """desc_act. The config does not say it: what counts is g_idx, which is small."""
+    directory, _ = models("Llama", "w4a16")
+    gptq = tmp_path / "gptq"
+    convert(directory, gptq, "gptq")
+    groups = torch.arange(SIZES["hidden_size"], dtype=torch.int32) // 64
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(2))
+    changed(gptq, gptq, "model.layers.1.self_attn.o_proj.g_idx", groups[order])
+    teach(gptq, sequences(), PROMPT)
+    expected = engine(gptq, prompts(), NEW)
+    assert expected.tokens == sequences()[:, PROMPT:].tolist()
+    answer = vllm(gptq, prompts(), NEW, quantization="billfish")
+    assert answer.tokens == expected.tokens
+    assert answer.differs_by(expected) < NOISE
+    with pytest.raises(Failed, match=r"layers.1.self_attn.o_proj: .* \(desc_act\)") as failed:
+        vllm(gptq, prompts(), NEW, 2, quantization="billfish")
+    assert "Loading weights took" not in str(failed.value)
 
 
 def test_a_layer_that_cannot_be_split_is_refused(tmp_path):
@@ -149,7 +195,8 @@ def test_a_layer_that_cannot_be_split_is_refused(tmp_path):
 
 def changed(directory: Path, copy: Path, name: str, tensor: torch.Tensor | None) -> None:
     """A copy of a checkpoint with another tensor in the place of one; None: without it."""
-    shutil.copytree(directory, copy, dirs_exist_ok=True)
+    if copy != directory:
+        shutil.copytree(directory, copy, dirs_exist_ok=True)
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = copy / index["weight_map"][name]
     tensors = load_file(file) | {name: tensor}
@@ -180,19 +227,19 @@ QUESTIONS = ["What is the capital of France?", "List the days of the week."]
 BEGINNINGS = ["1, 2, 3, 4, 5, 6, 7, 8, 9,", "The capital of France is"]
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
+@pytest.fixture(scope="module", params=["w4a16", "w2416", "w4a16_24"])
+def smollm2(request, tmp_path_factory) -> tuple[str, Path]:
     if "BILLFISH_SMOLLM2" not in os.environ:
         pytest.skip("BILLFISH_SMOLLM2 names no dense SmolLM2 checkpoint; make test-vllm makes one")
-    return Path(os.environ["BILLFISH_SMOLLM2"])
+    source = Path(os.environ["BILLFISH_SMOLLM2"])
+    return request.param, quantized(source, tmp_path_factory.mktemp("smollm2") / "q", request.param)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w2416", "w4a16_24"])
-def test_smollm2(name, smollm2, tmp_path):
+def test_smollm2(smollm2):
     """It speaks freely. Not with w4ax: without calibration its 8-bit steps turn last bits into 0.1
     of a log-probability, and our engine and transformers with QuantLinear part as soon."""
-    directory = quantized(smollm2, tmp_path / name, name)
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    name, directory = smollm2
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     asked = [tokenizer(text).input_ids for text in BEGINNINGS]
     asked += [encode(tokenizer, text, chat=True) for text in QUESTIONS]
     expected = engine(directory, asked, NEW)
@@ -205,7 +252,7 @@ def test_smollm2(name, smollm2, tmp_path):
     assert same == [NEW] * len(asked)
 
 
-def test_smollm2_has_nine_heads(smollm2, tmp_path):
-    directory = quantized(smollm2, tmp_path / "w4ax", "w4ax")
+def test_smollm2_has_nine_heads(smollm2):
+    name, directory = smollm2
     with pytest.raises(Failed, match=r"attention heads \(9\) must be divisible by tensor parallel"):
-        vllm(directory, [[1, 2]], 1, 2)
+        vllm(directory, [[1, 2]], 1, 2, **taken_over(name))

@@ -89,7 +89,6 @@ def _worker() -> subprocess.Popen:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_INT4_W4A8": "0",  # by default it also rounds activations, to int8
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "OMP_NUM_THREADS": "1",
     }
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -109,10 +108,23 @@ def vllm(
     directory: Path, prompts: list[list[int]], new: int, tensor_parallel: int = 1, **settings
 ) -> Answer:
     """vLLM's answer; `settings` are arguments of vllm.LLM, but `plugins`: False for stock vLLM."""
+    what = {"prompts": prompts, "tokens": new}
+    answer = _ask(directory, tensor_parallel, what, settings)
+    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+
+
+def loaded(directory: Path, file: Path, tensor_parallel: int = 1, **settings) -> list[dict]:
+    """What stock vLLM loads: the parameters of each rank."""
+    _ask(directory, tensor_parallel, {"parameters": str(file)}, {"plugins": False, **settings})
+    return [load_file(f"{file}-{rank}") for rank in range(tensor_parallel)]
+
+
+def _ask(directory: Path, tensor_parallel: int, what: dict, settings: dict) -> dict:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < tensor_parallel:
         pytest.skip(f"tensor parallel {tensor_parallel} needs as many CPUs; here are {len(cpus)}")
-    plugins = "billfish" if settings.pop("plugins", True) else ""
+    given = dict(settings)
+    plugins = "billfish" if given.pop("plugins", True) else ""
     usual = {
         "model": str(directory),
         "tensor_parallel_size": tensor_parallel,
@@ -120,22 +132,15 @@ def vllm(
         "enforce_eager": True,
         "max_model_len": CONTEXT,
         "max_num_batched_tokens": CONTEXT,  # of the first step, which measures memory
-        "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
     }
     binding = "|".join(map(str, cpus[:tensor_parallel]))
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_PLUGINS": plugins}
     with tempfile.NamedTemporaryFile("r") as log:
-        job = {
-            "settings": usual | settings,
-            "environment": environment,
-            "prompts": prompts,
-            "tokens": new,
-            "log": log.name,
-        }
+        job = {"settings": usual | given, "environment": environment, "log": log.name, **what}
         worker = _worker()
         print(json.dumps(job), file=worker.stdin, flush=True)
         line = worker.stdout.readline()
         answer = json.loads(line) if line else {"error": "the worker ended"}
         if "error" in answer:
             raise Failed(f"vLLM on {directory}: {answer['error']}\n{log.read()[-8000:]}")
-    return Answer(answer["tokens"], torch.tensor(answer["logprobs"]))
+    return answer

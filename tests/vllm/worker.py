@@ -1,21 +1,42 @@
-"""Runs inside .venv-vllm: answers jobs, one line of JSON each, by one process of vLLM each.
+"""Runs inside .venv-vllm: answers jobs, one line of JSON each, by one process of vLLM per rank.
 
 A job has `settings` (arguments of vllm.LLM), `environment`, `prompts` (lists of token ids, so that
 no tokenizer is needed), `tokens` and `log`, a file for all that vLLM says. The answer has `tokens`
-and `logprobs` of those chosen, or `error`, an exit status. Importing vLLM takes longer than most
-jobs, so they are forks of this process, and without tensor parallelism the engine runs in the fork
-itself.
+and `logprobs` of those chosen, or `error`, an exit status or a sentence. Importing vLLM takes
+longer than most jobs, so ranks are forks of this process, each with an engine of its own that
+schedules alike; vLLM itself would start fresh ones (`distributed_executor_backend`: "mp" in the
+settings lets it).
+
+With `parameters`, a file name, a job runs nothing: each rank saves there what vLLM loaded.
 """
 
 import json
 import os
+import signal
 import sys
+import tempfile
+import time
+import traceback
+
+LIMIT = 900  # seconds for a job; the longest, two compiled ranks, took 300 on two very busy cores
 
 
-def answer(job: dict) -> dict:
+def executor(rank: int, meeting: str):
+    """An executor that is one rank of several, which meet at a file."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class OneRank(UniProcExecutor):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"file://{meeting}", rank, rank
+
+    return OneRank
+
+
+def answer(job: dict, rank: int, meeting: str) -> dict:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(skip_tokenizer_init=True, enable_prefix_caching=False, **job["settings"])
+    settings = {"distributed_executor_backend": executor(rank, meeting), **job["settings"]}
+    llm = LLM(skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
     greedy = SamplingParams(
         temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False, logprobs=0
     )
@@ -28,13 +49,83 @@ def answer(job: dict) -> dict:
     return {"tokens": [list(output.token_ids) for output in outputs], "logprobs": logprobs}
 
 
-def run(job: dict, answers: int) -> None:
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def load(job: dict, rank: int, meeting: str) -> dict:
+    """The parameters of the model as vLLM's loader leaves them, before a kernel arranges them."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # The only kernel for experts of 4 bits on a CPU, which a layer chooses when it is made, wants
+    # AMX. It does not run here.
+    torch.cpu._is_amx_tile_supported = lambda: True
+    load_general_plugins()
+    config = EngineArgs(skip_tokenizer_init=True, **job["settings"]).create_engine_config()
+    ranks = config.parallel_config.tensor_parallel_size
+    os.environ["VLLM_DIST_IDENT"] = os.path.basename(meeting)
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
+        initialize_model_parallel(ranks)
+        loader = get_model_loader(config.load_config)
+        model = loader.create_model(config, config.model_config)
+        loader.load_weights(model, config.model_config)
+    parameters = {name: value.data.contiguous() for name, value in model.named_parameters()}
+    save_file(parameters, f"{job['parameters']}-{rank}")
+    return {"parameters": len(parameters)}
+
+
+def run(job: dict, rank: int, meeting: str, answers: str) -> None:
+    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(job["environment"])
-    with os.fdopen(answers, "w") as pipe:
-        json.dump(answer(job), pipe)
+    given = (load if "parameters" in job else answer)(job, rank, meeting)
+    if rank == 0:
+        with open(answers, "w") as file:
+            json.dump(given, file)
+
+
+def fork(job: dict, rank: int, meeting: str, answers: str) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run(job, rank, meeting, answers)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)  # not by this process's own exit handlers
+    return child
+
+
+def finish(job: dict) -> str:
+    """The answer to a job as JSON. A rank that fails ends the others, which wait for it; LIMIT
+    seconds end all."""
+    settings = job["settings"]
+    own = "distributed_executor_backend" not in settings
+    with tempfile.TemporaryDirectory() as folder:
+        answers, meeting = f"{folder}/answer", f"{folder}/meeting-{os.path.basename(folder)}"
+        ranks = range(settings["tensor_parallel_size"] if own else 1)
+        running = {fork(job, rank, meeting, answers) for rank in ranks}
+        failed, end = 0, time.monotonic() + LIMIT
+        while running:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0 and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            running.discard(child)
+            if not failed and (status or child == 0):
+                failed = status or f"no answer in {LIMIT} s"
+                for other in running:
+                    os.kill(other, signal.SIGKILL)
+        if failed:
+            return json.dumps({"error": failed})
+        with open(answers) as file:
+            return file.read()
 
 
 def warm_up() -> None:
@@ -56,23 +147,7 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout
     warm_up()
     for line in sys.stdin:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            try:
-                run(json.loads(line), writer)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)  # not this process's own exit handlers
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        print(text if status == 0 else json.dumps({"error": status}), file=replies, flush=True)
+        print(finish(json.loads(line)), file=replies, flush=True)
 
 
 if __name__ == "__main__":
