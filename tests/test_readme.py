@@ -333,6 +333,29 @@ def test_products():
     )
 
 
+def test_beside_humming():
+    times = load("h200-humming-w4a16.json")["times"]
+    points = {(each["k"], each["n"], each["m"]): each for each in times}
+    ours = {at: (each["billfish"] + each["billfish again"]) / 2 for at, each in points.items()}
+    rows = []
+    for size in ((4096, 4096), (4096, 28672), (5120, 5120), (18944, 3584), (8192, 57344)):
+        places = [(*size, m) for m in (16, 64, 96, 200, 256, 512, 1024)]
+        rows.append(row("{} x {}".format(*size), "Billfish", *(f"{ours[at]:.1f}" for at in places)))
+        for name, key in (("Humming", "humming"), ("cuBLAS fp16", "cublas")):
+            rows.append(row("", name, *(best(points[at][key], ours[at]) for at in places)))
+    table(rows)
+    told = []
+    for key in ("humming", "cublas"):
+        ratios = [points[at][key] / us for at, us in ours.items()]
+        told.append((sum(each > 1 for each in ratios), max(ratios), 1 / min(ratios)))
+    (wins, most, behind), (faster, _, slower) = told
+    says(
+        f"ahead of Humming at {wins} of {len(points)} points, by up to {100 * most - 100:.0f} %",
+        f"behind by at most {100 * behind - 100:.0f} %; it is ahead of cuBLAS at {faster}",
+        f"behind by at most {100 * slower - 100:.0f} %, at 200 tokens of 5120 x 5120",
+    )
+
+
 def test_chains():
     names = {"llama3-8b": "8B", "llama3-70b": "70B"}
     rows = []
