@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from billfish.errors import UserError
-from billfish.models.joined import Product, gated, joined, side_by_side
+from billfish.models.experts import Experts
+from billfish.models.joined import Product, gated, joined, side_by_side, stack
 from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
 
@@ -133,6 +134,9 @@ class Decoder:
         # Layers whose MLP is a router with experts: transformers' module, or models/experts.py's
         # for packed ones.
         self.mixtures = {i for i, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+        for index in self.mixtures:
+            if isinstance(experts := self.layers[index].mlp.experts, Experts):
+                stack(experts, self.embed.weight.dtype)
         dense = {i: layer.mlp for i, layer in enumerate(self.layers) if i not in self.mixtures}
         self._gated = {i: _gated(mlp) for i, mlp in dense.items()}
         self._gate_up = {
@@ -229,6 +233,16 @@ class Decoder:
         the product's epilogue; None if its op has no such kernel."""
         return self._gated[index]
 
+    def mixture(self, index: int, x: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, hidden): router and experts of a layer."""
+        mixed: Tensor = self.layers[index].mlp(x[None])[0]
+        return mixed
+
+    def slow_mixtures(self) -> bool:
+        """Whether experts of a layer run one after the other, as many as the host has counted."""
+        mlps = (self.layers[index].mlp for index in self.mixtures)
+        return any(getattr(mlp.experts, "op", None) is None for mlp in mlps)
+
     def _project(
         self, index: int, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +259,7 @@ class Decoder:
     def _mlp(self, index: int, x: Tensor) -> Tensor:
         mlp = self.layers[index].mlp
         if index in self.mixtures:
-            mixed: Tensor = mlp(x[None])[0]
-            return mixed
+            return self.mixture(index, x)
         gated = self.gated(index)
         if gated is not None:
             y = gated(x)

@@ -3,6 +3,7 @@ packed, in place of transformers' fused weights.
 
 Routers stay transformers' own: they call Experts with each token's experts and their weights. An
 expert runs once a call, on all tokens that are routed to it; experts without tokens do not run.
+Where their op can, all experts run in a few launches instead (ExpertsOp).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import silu
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
+
+from billfish.schemes.base import ExpertsOp, watched
 
 Leaves = tuple[str, str, str]  # names of gate, up and down
 rules_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
@@ -46,6 +50,12 @@ class Gating(nn.Module):
         up = gate.flip(0) * 8
         return torch.allclose(self(gate, 0.5 * up), 0.5 * self(gate, up), rtol=1e-4, atol=1e-5)
 
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(gate) * up; found by trial."""
+        gate = torch.linspace(-9, 9, 64)
+        up = gate.flip(0) * 8
+        return torch.allclose(self(gate, up), silu(gate) * up, rtol=1e-4, atol=1e-5)
+
 
 class Expert(nn.Module):
     """Gate, up and down, under the names that the checkpoint has for them."""
@@ -74,6 +84,7 @@ class Experts(nn.Module):
         self.leaves, self.gating = leaves, Gating(fused)
         for expert in range(self.count):
             self.add_module(str(expert), Expert(leaves, hidden, both // 2, **how))
+        self.op: ExpertsOp | None = None  # all experts at once: models/joined.py, stack
         self.lend: Lend | None = None  # values of parameters that are on the meta device
         self.idle = False
 
@@ -81,11 +92,16 @@ class Experts(nn.Module):
         """(tokens, hidden) of tokens whose experts are `index` (tokens, experts a token)."""
         if self.idle:
             return stand_in(hidden, index, weights)
+        if self.op is not None and not watched(hidden):
+            return self.op(hidden, index, weights)
         out = torch.zeros_like(hidden, dtype=torch.float32)
         for expert, rows, places in routed(index, self.count):
             y = self.run(expert, hidden[rows]) * weights[rows, places, None]
             out.index_add_(0, rows, y.float())  # a token is in `rows` once: the order is fixed
         return out.to(hidden.dtype)
+
+    def all(self) -> list[nn.Module]:
+        return [self.get_submodule(str(expert)) for expert in range(self.count)]
 
     def run(self, expert: int, x: Tensor) -> Tensor:
         """Output of one expert for its tokens."""
@@ -97,6 +113,12 @@ class Experts(nn.Module):
         assert self.lend is not None, f"expert {expert} has no weights"
         lent: Tensor = functional_call(module, self.lend(expert, absent), (x, self.gating))
         return lent
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Experts":
+        """For `.to(device or dtype)`: the op is made for one device; its parts are moved."""
+        self.op = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def routed(index: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:

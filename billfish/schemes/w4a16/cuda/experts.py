@@ -26,10 +26,14 @@ from billfish.schemes.w4a16.cuda.instances import HERE, KINDS, TYPES, Kind
 class Stack(NamedTuple):
     """One linear of all experts."""
 
-    records: Tensor  # (experts, bands, k tiles, record words)
+    records: Tensor  # (experts, bands, k tiles, record words) int32
     n: int
     k: int
-    gated: bool
+
+    @classmethod
+    def empty(cls, experts: int, shape: arrange.Shape, device: torch.device) -> "Stack":
+        size = (experts, shape.bands, shape.k_tiles, shape.record_words)
+        return cls(torch.empty(size, dtype=torch.int32, device=device), shape.n, shape.k)
 
 
 class CudaExperts:
@@ -56,18 +60,18 @@ class CudaExperts:
         run = self.plan
         routed: Routed | None = None
         if experts_tile.runs_few(index.numel(), len(self.down.records)):
-            rows = run.few(self.down, run.few(self.gate_up, x, index), index)
+            rows = run.few(self.down, run.few(self.gate_up, x, index, True), index, False)
         else:
             routed = run.route(self.gate_up, index)
-            rows = run.many(self.gate_up, run.router.gather(x, routed.place), routed)
-            rows = run.many(self.down, rows, routed)
+            rows = run.many(self.gate_up, run.router.gather(x, routed.place), routed, True)
+            rows = run.many(self.down, rows, routed, False)
         place = None if routed is None else routed.place
         return run.router.combine(rows, place, weights.contiguous())
 
 
 class ExpertsPlan:
-    """The kernels of one kind on one device. The launch of gate and up must come directly before
-    down's, which reads where the tokens are before it has waited for anything."""
+    """The kernels of one kind on one device. A gated launch must come directly before the other
+    one, which reads where the tokens are before it has waited for anything."""
 
     def __init__(self, index: int, kind: Kind) -> None:
         self.gpu, self.kind, dtype = gpu(index), kind, kind.scale_dtype
@@ -76,11 +80,11 @@ class ExpertsPlan:
         self._few = {t: few_kernel(kind, t).load(index) for t in experts_tile.TOKENS}
         self._many = {each: many_kernel(kind, *each).load(index) for each in experts_tile.INSTANCES}
 
-    def few(self, stack: Stack, x: Tensor, index: Tensor) -> Tensor:
+    def few(self, stack: Stack, x: Tensor, index: Tensor, gated: bool) -> Tensor:
         """A row for each pair."""
         (experts, bands, k_tiles, _), pairs = stack.records.shape, index.numel()
         how = experts_tile.few(pairs, experts, stack.n, self.kind.record_bytes, self.gpu)
-        out = x.new_empty(pairs, stack.n // 2 if stack.gated else stack.n)
+        out = x.new_empty(pairs, stack.n // 2 if gated else stack.n)
         arguments = (
             stack.records.data_ptr(),
             x.data_ptr(),
@@ -96,8 +100,8 @@ class ExpertsPlan:
             how.stages,
             how.own,
             how.table_bytes,
-            not stack.gated,
-            stack.gated,
+            not gated,
+            gated,
         )
         kernel = self._few[how.tokens]
         kernel.launch(how.blocks, experts_tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
@@ -107,10 +111,10 @@ class ExpertsPlan:
         how = self._cut(stack, index.numel())
         return self.router.route(index, len(stack.records), how.cut.tokens)
 
-    def many(self, stack: Stack, x: Tensor, routed: Routed) -> Tensor:
+    def many(self, stack: Stack, x: Tensor, routed: Routed, gated: bool) -> Tensor:
         """A row for each pair, at the pair's place."""
         pairs, how = len(x), self._cut(stack, len(x))
-        out = x.new_empty(pairs, stack.n // 2 if stack.gated else stack.n)
+        out = x.new_empty(pairs, stack.n // 2 if gated else stack.n)
         rows = tensor_map.of_rows(x.data_ptr(), pairs, stack.k, how.cut.tokens)
         arguments = (
             stack.records.data_ptr(),
@@ -121,8 +125,8 @@ class ExpertsPlan:
             how.n_tiles,
             stack.records.shape[2],
             how.stages,
-            not stack.gated,
-            stack.gated,
+            not gated,
+            gated,
         )
         kernel = self._many[how.cut.tokens, how.cut.bands]
         kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
