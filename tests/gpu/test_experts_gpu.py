@@ -1,4 +1,4 @@
-"""All experts of a layer in a few launches on a GPU: against the oracle, in graphs, in the engine."""
+"""All experts of a layer in few launches on a GPU: against the oracle, in graphs, in the engine."""
 
 import gc
 
