@@ -1,6 +1,7 @@
-// Around the products of a layer's experts, for every scheme: which rows each expert gets, their
-// activations side by side, and the weighted sum of a token's experts. Pairs and items are those of
-// routing.cuh. Launched early (PDL); nothing is read before the previous kernel has ended.
+// Around the products of a layer's experts, for every scheme: which experts a token gets, which rows
+// an expert, their activations side by side, and the weighted sum of a token's experts. Pairs and
+// items are those of routing.cuh. Launched early (PDL); nothing is read before the previous kernel
+// has ended.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -11,6 +12,67 @@ namespace billfish {
 constexpr int kRouteThreads = 1024, kRouteWarps = kRouteThreads / 32;
 constexpr int kGatherThreads = 256, kCombineThreads = 128;
 constexpr int kItemInts = 4, kRouteBatch = 4;
+constexpr int kChooseThreads = 128, kMostExperts = 512;
+
+constexpr float kNone = -3.4e38f;  // as a logit: below all that 16 bits hold
+
+// A router's choice: softmax of the logits (tokens, experts) in fp32, its `several` largest, of
+// equal ones the first, and `normalized` these divided by their sum. A warp for each token. `index`
+// and `weights` are (tokens, several); weights are fp32 (kWide) or T.
+template <class T, bool kWide>
+__global__ void __launch_bounds__(kChooseThreads)
+choose(const u16* logits, u64* index, void* weights, int tokens, int experts, int several,
+       bool normalized) {
+#if __CUDA_ARCH__ >= 900
+    launch_dependents();
+    dependency_wait();
+    const int token = blockIdx.x * (kChooseThreads / 32) + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    if (token >= tokens) return;
+    const u16* const mine = logits + static_cast<u64>(token) * experts;
+    constexpr int kEach = kMostExperts / 32;  // of a lane: experts lane, lane + 32 ...
+    float value[kEach], most = kNone, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int expert = lane + i * 32;
+        value[i] = expert < experts ? T::to_float(mine[expert]) : kNone;
+        most = fmaxf(most, value[i]);
+    }
+    most = max_over(most);
+    // As whole numbers, which compare like the numbers that they are the bits of; 0: none, or taken.
+    u32 key[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const float v = exp2_fast(1.4426950408889634f * (value[i] - most));
+        key[i] = lane + i * 32 < experts ? float_bits(v) + 1 : 0;
+        sum += v;
+    }
+    sum = sum_over(sum);
+    float part = 0, all = 0;  // lane i has choice i
+    u32 choice = 0;
+    for (int i = 0; i < several; ++i) {
+        u32 best = 0, at = 0;
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+            if (key[j] > best) best = key[j], at = lane + j * 32;
+        const u32 top = max_over_warp(best), first = ~max_over_warp(best == top ? ~at : 0);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+            if (lane + j * 32 == first) key[j] = 0;
+        const float share = __uint_as_float(top - 1) / sum;
+        all += share;
+        if (lane == i) part = share, choice = first;
+    }
+    if (lane >= several) return;
+    const u64 to = static_cast<u64>(token) * several + lane;
+    const float weight = normalized ? part / all : part;
+    index[to] = choice;
+    if (kWide)
+        static_cast<float*>(weights)[to] = weight;
+    else
+        static_cast<u16*>(weights)[to] = T::from_float(weight);
+#endif
+}
 
 // One block: a stable counting sort of the pairs by expert. `place` (pairs): where a pair's row is.
 // `items`: their number in the first of four, then (expert, first row, end of its rows, 0) for each

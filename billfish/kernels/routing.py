@@ -16,9 +16,10 @@ from billfish.kernels.launch import Kernel
 
 SOURCE = Path(__file__).parent / "experts.cuh"
 TYPES = {torch.float16: "billfish::Half", torch.bfloat16: "billfish::Bfloat"}
-MOST_EXPERTS = 512  # of a layer: route's counts take 66 KB of shared memory
+MOST_EXPERTS = 512  # of a layer: 16 logits a lane, and route's counts take 66 KB of shared memory
 # As in experts.cuh; tests/kernels/test_layouts.py compares.
-ROUTE_THREADS, GATHER_THREADS, COMBINE_THREADS = 1024, 256, 128
+ROUTE_THREADS, GATHER_THREADS, COMBINE_THREADS, CHOOSE_THREADS = 1024, 256, 128, 128
+MOST_CHOICES = 32  # of a token: a lane each
 ITEM_INTS = 4
 CHUNK = 8  # 16-bit numbers in 16 bytes
 
@@ -46,6 +47,8 @@ def programs(dtype: torch.dtype) -> tuple[Program, ...]:
         Program(SOURCE, "billfish::gather_rows"),
         Program(SOURCE, f"billfish::combine<{number}, false>"),
         Program(SOURCE, f"billfish::combine<{number}, true>"),
+        Program(SOURCE, f"billfish::choose<{number}, false>"),
+        Program(SOURCE, f"billfish::choose<{number}, true>"),
     )
 
 
@@ -60,7 +63,26 @@ class Router:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | int) -> None:
         self._route, self._gather, *both = (kernel(p).load(device) for p in programs(dtype))
-        self._combine = dict(zip((dtype, torch.float32), both, strict=True))
+        self._combine = dict(zip((dtype, torch.float32), both[:2], strict=True))
+        self._choose = dict(zip((dtype, torch.float32), both[2:], strict=True))
+
+    def choose(
+        self, logits: Tensor, several: int, normalized: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """logits (m, experts) -> the largest of their softmax: (m, several) int64, and their
+        weights in `dtype`, fp32 or that of the logits; `normalized`: which add up to 1."""
+        m, experts = logits.shape
+        if several > MOST_CHOICES or experts > MOST_EXPERTS:
+            raise ValueError(
+                f"{several} of {experts} experts: at most {MOST_CHOICES} of {MOST_EXPERTS}"
+            )
+        index = torch.empty(m, several, dtype=torch.int64, device=logits.device)
+        weights = torch.empty(m, several, dtype=dtype, device=logits.device)
+        at = (logits.data_ptr(), index.data_ptr(), weights.data_ptr())
+        grid = -(-m // (CHOOSE_THREADS // 32))
+        args = (*at, m, experts, several, normalized)
+        self._choose[dtype].launch(grid, CHOOSE_THREADS, args, pdl=True)
+        return index, weights
 
     def route(self, index: Tensor, experts: int, tokens: int) -> Routed:
         """index (m, several) int64 -> rows sorted by expert, in items of up to `tokens`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from billfish.errors import UserError
-from billfish.models.experts import Experts
+from billfish.models.experts import Choice, Experts
 from billfish.models.joined import Product, gated, joined, side_by_side, stack
 from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
@@ -134,9 +134,7 @@ class Decoder:
         # Layers whose MLP is a router with experts: transformers' module, or models/experts.py's
         # for packed ones.
         self.mixtures = {i for i, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
-        for index in self.mixtures:
-            if isinstance(experts := self.layers[index].mlp.experts, Experts):
-                stack(experts, self.embed.weight.dtype)
+        self._choices = {index: self._stack(self.layers[index].mlp) for index in self.mixtures}
         dense = {i: layer.mlp for i, layer in enumerate(self.layers) if i not in self.mixtures}
         self._gated = {i: _gated(mlp) for i, mlp in dense.items()}
         self._gate_up = {
@@ -235,8 +233,22 @@ class Decoder:
 
     def mixture(self, index: int, x: Tensor) -> Tensor:
         """(tokens, hidden) -> (tokens, hidden): router and experts of a layer."""
-        mixed: Tensor = self.layers[index].mlp(x[None])[0]
-        return mixed
+        mlp, choice = self.layers[index].mlp, self._choices[index]
+        if choice is None:
+            mixed: Tensor = mlp(x[None])[0]
+            return mixed
+        op, logits = mlp.experts.op, nn.functional.linear(x, mlp.gate.weight)
+        sums: Tensor = op(x, *op.choose(logits, choice.several, choice.normalized, choice.dtype))
+        return sums
+
+    def _stack(self, mlp: Any) -> Choice | None:
+        """Lets the experts of a mixture run as one op, if they can; then how its router chooses,
+        where the two are all of it and the op can choose alike."""
+        if not isinstance(mlp.experts, Experts):
+            return None
+        stack(mlp.experts, self.embed.weight.dtype)
+        plain = {name for name, _ in mlp.named_children()} == {"gate", "experts"}
+        return Choice.of(mlp.gate) if plain and mlp.experts.op is not None else None
 
     def slow_mixtures(self) -> bool:
         """Whether experts of a layer run one after the other, as many as the host has counted."""

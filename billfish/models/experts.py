@@ -8,12 +8,13 @@ Where their op can, all experts run in a few launches instead (ExpertsOp).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -119,6 +120,41 @@ class Experts(nn.Module):
         self.op = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses: the largest of the softmax of a linear's outputs."""
+
+    several: int
+    normalized: bool  # weights of a token add up to 1
+    dtype: torch.dtype  # of weights
+
+    @classmethod
+    def of(cls, router: Any) -> "Choice | None":
+        """The choice of transformers' router, found by trial; None if it is another one."""
+        weight = getattr(router, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            return None
+        source = torch.Generator().manual_seed(0)
+        x = torch.randn(64, weight.shape[1], generator=source).to(weight.device, weight.dtype)
+        given = router(x)
+        if not isinstance(given, tuple) or len(given) != 3:
+            return None
+        _, weights, index = given
+        for normalized in (False, True):
+            made = cls(index.shape[-1], normalized, weights.dtype)
+            mine, order = made(linear(x, weight))
+            if torch.equal(order, index) and torch.allclose(mine, weights, rtol=1e-3):
+                return made
+        return None
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts, (tokens, several) each."""
+        found, index = logits.softmax(-1, dtype=torch.float32).topk(self.several, -1)
+        if self.normalized:
+            found = found / found.sum(-1, keepdim=True)
+        return found.to(self.dtype), index
 
 
 def routed(index: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -210,6 +210,13 @@ class ExpertsOp(Protocol):
         hidden): the sum of down(silu(gate) * up) times its weight, in fp32, in the order of
         `index`."""
 
+    def choose(
+        self, logits: Tensor, several: int, normalized: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A router's choice in one launch: logits (m, experts) -> the `several` largest of their
+        softmax, and their weights in `dtype`, fp32 or that of the logits; `normalized`: which add
+        up to 1."""
+
 
 class GatedOp(Protocol):
     @property

@@ -12,7 +12,7 @@ from w4a16_layers import BF16, FP16, UNIT, every_dtype, make, name, same, some_x
 import billfish
 from billfish.engine.cuda import runner
 from billfish.models.decoder import Decoder
-from billfish.models.experts import Experts, split_experts
+from billfish.models.experts import Choice, Experts, split_experts
 from billfish.schemes.w4a16 import W4A16
 from billfish.schemes.w4a16.cuda import experts_tile
 from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp, StripeOp
@@ -138,6 +138,18 @@ def test_what_is_not_stacked():
     assert stack(InvariantOp, W4A16(4, 128)) is None and stack(StripeOp, W4A16(4, 128)) is None
     assert stack(CudaOp, W4A16(4, 128), BF16) is None  # scales of another type than activations
     assert stack(CudaOp, W4A16(8, 128)) is None  # two planes
+
+
+@every_dtype
+@pytest.mark.parametrize("m", [1, 5, 1000])
+def test_a_routers_choice(dtype, m):
+    layer = Layer(4, 256, 128, W4A16(4, 128), dtype)
+    logits = torch.randn(m, 128, device=DEVICE).to(dtype)
+    for choice in (Choice(8, True, dtype), Choice(2, False, torch.float32)):
+        wanted, order = choice(logits)
+        index, weights = layer.op.choose(logits, choice.several, choice.normalized, choice.dtype)
+        assert (index == order).float().mean() > 0.98  # equal logits: another order
+        torch.testing.assert_close(weights, wanted, rtol=4 * UNIT[dtype], atol=1e-7)
 
 
 # -- the engine

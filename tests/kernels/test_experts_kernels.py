@@ -245,6 +245,26 @@ def test_the_sum_of_a_tokens_experts(router, dtype, several):
             )
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(("count", "several"), [(8, 2), (60, 4), (128, 8), (512, 10), (3, 3)])
+def test_a_routers_choice(router, dtype, count, several):
+    run = router(dtype)
+    logits = (torch.randn(7, count) * 3).to(dtype)
+    logits[0], logits[1] = 1, torch.arange(count).to(dtype) - 2 * count  # all alike; far apart
+    softmax = logits.float().softmax(-1)
+    # torch leaves open which of equal ones it takes: here the first
+    wanted = torch.sort(softmax, dim=-1, descending=True, stable=True)
+    for normalized in (False, True):
+        for kind in (dtype, torch.float32):
+            index, weights = run.choose(logits, several, normalized, kind)
+            assert index.dtype == torch.int64 and weights.dtype == kind
+            assert torch.equal(index, wanted.indices[:, :several])
+            exact = wanted.values[:, :several]
+            exact = exact / exact.sum(-1, keepdim=True) if normalized else exact
+            torch.testing.assert_close(weights.float(), exact, rtol=ONE_ROUNDING[dtype], atol=1e-7)
+
+
 # experts, several, n, k, scheme, dtype, cut, gated, routing
 MANY = [
     (3, 2, 200, 256, W4A16(4, 128), FP16, Cut(32, 1, 0), False, "one token"),

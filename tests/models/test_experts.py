@@ -12,7 +12,7 @@ from billfish.checkpoints.experts import unfused
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
-from billfish.models.experts import Experts, gates_of, idle_experts, leaves_of, routed
+from billfish.models.experts import Choice, Experts, gates_of, idle_experts, leaves_of, routed
 
 CPU = torch.device("cpu")
 
@@ -126,3 +126,23 @@ def test_other_fused_files_are_refused(tmp_path):
     save_file(dict(model.state_dict()), path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="all experts of a layer in one tensor"):
         stream(path)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_how_a_router_chooses_is_found_by_trial(tmp_path, architecture, normalized):
+    changes = {"norm_topk_prob": normalized} if "Qwen" in architecture else {}
+    path = write_checkpoint(tmp_path / "model", architecture, **changes)
+    model = getattr(transformers, architecture).from_pretrained(path, dtype=torch.bfloat16)
+    mlp = model.model.layers[0].mlp
+    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    found = Choice.of(router)
+    if architecture == "GptOssForCausalLM":  # a bias, and softmax over the chosen ones
+        assert found is None
+        return
+    assert found.several == 2 and found.normalized is (changes == {} or normalized)
+    x = torch.randn(20, router.weight.shape[1]).bfloat16()
+    _, weights, index = router(x)
+    mine, order = found(torch.nn.functional.linear(x, router.weight))
+    assert torch.equal(order, index) and torch.equal(mine, weights) and mine.dtype == weights.dtype
+    assert Choice.of(mlp.experts) is None

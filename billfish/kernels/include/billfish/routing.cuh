@@ -31,12 +31,12 @@ struct Routing {
     u32 base;
     int experts, own;
 
-    BILLFISH_DEVICE u32 count(int expert) const { return base + 16 + expert * 4; }
-    BILLFISH_DEVICE u32 item(int i) const { return count(experts) + i * 4; }
-    BILLFISH_DEVICE u32 place(int i, int token) const {
+    constexpr BILLFISH_DEVICE u32 count(int expert) const { return base + 16 + expert * 4; }
+    constexpr BILLFISH_DEVICE u32 item(int i) const { return count(experts) + i * 4; }
+    constexpr BILLFISH_DEVICE u32 place(int i, int token) const {
         return item(own) + (i * kTokens + token) * 2;
     }
-    BILLFISH_DEVICE u32 choice(int pair) const { return place(own, 0) + pair * 2; }
+    constexpr BILLFISH_DEVICE u32 choice(int pair) const { return place(own, 0) + pair * 2; }
 
     BILLFISH_DEVICE ItemSpan span(int bands) const { return ItemSpan(load_smem_4(base), bands); }
     BILLFISH_DEVICE int expert(int i) const { return load_smem_4(item(i)) & 0xffff; }

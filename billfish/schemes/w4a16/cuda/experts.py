@@ -68,6 +68,11 @@ class CudaExperts:
         place = None if routed is None else routed.place
         return run.router.combine(rows, place, weights.contiguous())
 
+    def choose(
+        self, logits: Tensor, several: int, normalized: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return self.plan.router.choose(logits.contiguous(), several, normalized, dtype)
+
 
 class ExpertsPlan:
     """The kernels of one kind on one device. A gated launch must come directly before the other
