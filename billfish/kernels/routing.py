@@ -37,7 +37,8 @@ def likely_experts(pairs: int, experts: int) -> float:
 
 def table_bytes(pairs: int, experts: int, own: int, tokens: int) -> int:
     """Shared memory of a cluster's tables, of `own` items at most (routing.cuh, Routing)."""
-    return 16 + 4 * experts + (4 + 2 * tokens) * own + 2 * pairs
+    items = most_items(pairs, experts, tokens)
+    return 16 + 4 * experts + (4 + 2 * tokens) * own + 2 * (pairs + pairs % 2) + 4 * items
 
 
 def programs(dtype: torch.dtype) -> tuple[Program, ...]:

@@ -260,11 +260,12 @@ def experts():
     yield "kExpertsThreads", experts_tile.THREADS
     yield "kExpertsBands", clusters.STAGE_RECORDS
     yield "kExpertsBarrierBytes", clusters.BARRIER_BYTES
-    for ((group, zeros), size), pairs in itertools.product(records(), (8, 500, 1000)):
+    for ((group, zeros), size), pairs in itertools.product(records(), (8, 501, 1000)):
         how = experts_tile.few(pairs, 128, 1536, size, H200)
         stage = f"ExpertsStage<{group}, {zeros}, {how.tokens}>::kBytes"
         sums = f"2 * Sums<{how.tokens}, kExpertsBands>::kBytes"
-        table = f"Routing<{how.tokens}>{{0, 128, {how.own}}}.choice({pairs})"
+        items = routing.most_items(pairs, 128, how.tokens)
+        table = f"Routing<{how.tokens}>{{0, 128, {how.own}}}.listed({items}, {pairs})"
         yield f"({table} + 127) / 128 * 128", how.table_bytes
         fixed = f"kExpertsBarrierBytes + {how.table_bytes}"
         yield f"{fixed} + {how.stages} * {stage} + {sums}", how.smem

@@ -2,9 +2,9 @@
 //
 // A pair is a token and one of its experts: pair p is choice p % several of token p / several, and
 // `index` has its expert. An item is up to kTokens pairs of one expert, the first ones first; items
-// are ordered by expert. A layer's work is items x bands of 64 outputs; every cluster gets the same
-// share of it, and finds its own items: with few pairs that is sooner done than read from a launch
-// before, which at one token would cost a third of the layer's time.
+// are ordered by their first pair. A layer's work is items x bands of 64 outputs; every cluster gets
+// the same share of it, and finds its own items: with few pairs that is sooner done than read from a
+// launch before, which at one token would cost a third of the layer's time.
 #pragma once
 
 #include "billfish/warp.cuh"
@@ -25,7 +25,8 @@ struct ItemSpan {
 };
 
 // Tables in shared memory, from `base` on: the number of items, pairs of each expert, the cluster's
-// own items (at most `own`: kernels/routing.py), their pairs, and the expert of every pair.
+// own items (at most `own`: kernels/routing.py) and their pairs, the expert of every pair, all items.
+// An item is its expert, and from bit 16 on which kTokens of the expert's pairs it has.
 template <int kTokens>
 struct Routing {
     u32 base;
@@ -37,6 +38,9 @@ struct Routing {
         return item(own) + (i * kTokens + token) * 2;
     }
     constexpr BILLFISH_DEVICE u32 choice(int pair) const { return place(own, 0) + pair * 2; }
+    constexpr BILLFISH_DEVICE u32 listed(int i, int pairs) const {
+        return choice(pairs + pairs % 2) + i * 4;
+    }
 
     BILLFISH_DEVICE ItemSpan span(int bands) const { return ItemSpan(load_smem_4(base), bands); }
     BILLFISH_DEVICE int expert(int i) const { return load_smem_4(item(i)) & 0xffff; }
@@ -46,13 +50,17 @@ struct Routing {
     }
     BILLFISH_DEVICE int pair(int i, int token) const { return load_smem_2(place(i, token)); }
 
-    // By all kThreads threads of the block. `index`: 64-bit numbers, of which the lower halves are
-    // read; not through L1, since this may run before the kernel has waited for the previous one.
+    // Before `make`, by all kThreads threads of the block; needs nothing of earlier kernels.
+    template <int kThreads>
+    BILLFISH_DEVICE void clear() const {
+        for (int i = threadIdx.x; i < experts; i += kThreads) store_smem_4(count(i), 0);
+    }
+
+    // `index`: 64-bit numbers, of which the lower halves are read; not through L1, since this may
+    // run before the kernel has waited for the previous one.
     template <int kThreads>
     BILLFISH_DEVICE void make(const u32* index, int pairs, int bands) const {
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-        for (int i = thread; i < experts; i += kThreads) store_smem_4(count(i), 0);
-        __syncthreads();
         for (int first = thread; first < pairs; first += 4 * kThreads) {
             u32 found[4];
 #pragma unroll
@@ -60,47 +68,49 @@ struct Routing {
                 if (first + i * kThreads < pairs)
                     found[i] = load_global_4(index + 2 * (first + i * kThreads));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (first + i * kThreads >= pairs) break;
-                store_smem_2(choice(first + i * kThreads), found[i]);
-                add_smem_4(count(found[i]), 1);
-            }
+            for (int i = 0; i < 4; ++i)
+                if (first + i * kThreads < pairs)
+                    store_smem_2(choice(first + i * kThreads), found[i]);
         }
         __syncthreads();
-        if (warp == 0) list_items(bands, lane);
+        if (warp == 0) list_items(pairs, lane);
         __syncthreads();
         const ItemSpan mine = span(bands);
-        const int last = mine.begin < mine.end ? (mine.end - 1) / bands - mine.begin / bands : -1;
-        for (int i = warp; i <= last; i += kThreads / 32) list_pairs(i, pairs, lane);
+        const int first = mine.begin / bands;
+        const int last = mine.begin < mine.end ? (mine.end - 1) / bands : first - 1;
+        for (int i = warp; i <= last - first; i += kThreads / 32)
+            list_pairs(i, load_smem_4(listed(first + i, pairs)), pairs, lane);
         __syncthreads();
     }
 
 private:
-    BILLFISH_DEVICE int items_of(int expert) const {
-        return expert < experts ? (load_smem_4(count(expert)) + kTokens - 1) / kTokens : 0;
-    }
-
-    BILLFISH_DEVICE void list_items(int bands, int lane) const {
-        u32 total = 0;
-        for (int i = lane; i < experts; i += 32) total += items_of(i);
-        total = sum_over_warp(total);
-        if (lane == 0) store_smem_4(base, total);
-        const ItemSpan mine(total, bands);
-        int before = -(mine.begin / bands);  // own items are counted from 0
-        for (int first = 0; first < experts; first += 32) {
-            const int items = items_of(first + lane);
-            const int behind = before + sum_up_to(items, lane), here = behind - items;
-            for (int i = max(here, 0); i < min(behind, own); ++i)
-                store_smem_4(item(i), first + lane | i - here << 16);
-            before = shuffle(static_cast<u32>(behind), 31);
-        }
-    }
-
-    BILLFISH_DEVICE void list_pairs(int i, int pairs, int lane) const {
-        const u32 v = load_smem_4(item(i)), wanted = v & 0xffff;
-        int token = -static_cast<int>((v >> 16) * kTokens);
+    // By one warp, 32 pairs at a time. Every kTokens-th pair of an expert begins an item.
+    BILLFISH_DEVICE void list_items(int pairs, int lane) const {
+        int items = 0;
         for (int first = 0; first < pairs; first += 32) {
-            const bool is = first + lane < pairs && load_smem_2(choice(first + lane)) == wanted;
+            const bool is = first + lane < pairs;
+            const u32 expert = is ? load_smem_2(choice(first + lane)) : ~0u;
+            const u32 same = alike(expert), before = same & (1u << lane) - 1;
+            const u32 rank = __popc(before) + (is ? load_smem_4(count(expert)) : 0);
+            const bool begins = is && rank % kTokens == 0;
+            const u32 all = ballot(begins);
+            if (begins)
+                store_smem_4(listed(items + __popc(all & (1u << lane) - 1), pairs),
+                             expert | rank / kTokens << 16);
+            items += __popc(all);
+            __syncwarp();
+            if (is && before == 0) add_smem_4(count(expert), __popc(same));
+            __syncwarp();
+        }
+        if (lane == 0) store_smem_4(base, items);
+    }
+
+    BILLFISH_DEVICE void list_pairs(int i, u32 v, int pairs, int lane) const {
+        int token = -static_cast<int>((v >> 16) * kTokens);
+        if (lane == 0) store_smem_4(item(i), v);
+        for (int first = 0; first < pairs; first += 32) {
+            const bool is =
+                first + lane < pairs && load_smem_2(choice(first + lane)) == (v & 0xffff);
             const u32 all = ballot(is);
             const int mine = token + __popc(all & (1u << lane) - 1);
             if (is && mine >= 0 && mine < kTokens) store_smem_2(place(i, mine), first + lane);

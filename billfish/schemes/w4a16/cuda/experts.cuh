@@ -88,6 +88,7 @@ w4a16_experts(const unsigned char* __restrict__ records, const u16* x, const u32
         barrier_init(reduced + 8, 1);
         barrier_init_fence();
     }
+    routing.template clear<kExpertsThreads>();
     if (!known) dependency_wait();
     launch_dependents();
     routing.template make<kExpertsThreads>(index, pairs, bands);
