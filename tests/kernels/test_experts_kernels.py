@@ -3,7 +3,9 @@
 Routings have experts with no token, one, a full item and one token more, and all tokens on one.
 """
 
+import ctypes
 import re
+import struct
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +289,88 @@ def test_many_tokens_of_each_expert(case, compiled, router):
     wanted = made.wanted(x, index)
     error = (first[routed.place.long()].double() - wanted).norm() / wanted.norm()
     assert error < (6 if gated else 2) * ONE_ROUNDING[dtype], float(error)
+
+
+class Launched:
+    """launch.Loaded of a product, on this machine: reads and writes the tensors that the arguments
+    point to."""
+
+    def __init__(self, program, stack, x_rows):
+        self.program, self.stack, self.x_rows = program, stack, x_rows
+
+    def launch(self, grid, block, args, smem=0, cluster=1, pdl=False):
+        assert pdl and args[0] == self.stack.records.data_ptr()
+        if cluster == CLUSTER:
+            assert block == experts_tile.THREADS
+            _, x, table, out, pairs, each, count, n, bands, k, k_tiles, *more, gated = args
+            stages, own, table_bytes, known = more
+            size, tail = 8 * pairs, (own, table_bytes, cluster, known, gated)
+            assert bands == -(-n // 64) and (pairs // each, k) == (self.x_rows, self.stack.k)
+        else:
+            assert block == tiles.THREADS
+            _, (x, pairs, k, _), table, out, n, n_tiles, k_tiles, stages, known, gated = args
+            each = count = 1
+            size = 16 * (1 + int(torch.frombuffer(at(table, 4), dtype=torch.int32)))
+            tail = (n_tiles, 0, cluster, known, gated)
+        assert known is not gated
+        numbers = (1, pairs, each, count, n, k, k_tiles, grid, stages, smem, *tail)
+        given = [bytes(at(args[0], self.stack.records.nbytes)), bytes(at(x, pairs // each * k * 2))]
+        given.append(bytes(at(table, size)))
+        sent = b"".join(struct.pack("<Q", len(each)) + each for each in given)
+        told = [str(int(number)) for number in numbers]
+        ran = subprocess.run([self.program, *told], input=sent, capture_output=True)
+        assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
+        ctypes.memmove(out, ran.stdout, len(ran.stdout))
+
+
+def at(pointer, size):
+    return (ctypes.c_char * size).from_address(pointer)
+
+
+@needs_compiler
+@pytest.mark.parametrize("m", [3, 70])
+def test_a_layer_from_choice_to_sum(m, compiled, router, monkeypatch):
+    """The op's own launches, three or five of them, in its own order."""
+    count, several, hidden, wide, scheme = 4, 2, 128, 64, W4A16(4, 64)
+    gate_up = Case(count, 2 * wide, hidden, scheme, BF16, True)
+    down = Case(count, hidden, wide, scheme, BF16)
+    stacks = [experts.Stack(case.records, case.n, case.k) for case in (gate_up, down)]
+    made = object.__new__(experts.ExpertsPlan)
+    made.gpu, made.kind, made.router = emulated(4), gate_up.kind, router(BF16)
+    asked = []
+
+    def launched(kernel, case, *numbers):
+        class Either:
+            """The kernel of both linears: which one is launched, the records say."""
+
+            def launch(self, grid, block, args, *more, **options):
+                stack = next(s for s in stacks if s.records.data_ptr() == args[0])
+                asked.append((kernel, numbers[0], stack is stacks[0]))
+                rows = m if stack is stacks[0] else m * several
+                program = compiled(kernel, case.names(*numbers))
+                Launched(program, stack, rows).launch(grid, block, args, *more, **options)
+
+        return Either()
+
+    made._few = {t: launched("experts", gate_up, t) for t in experts_tile.TOKENS}
+    made._many = {
+        each: launched("experts_batch", gate_up, *each) for each in experts_tile.INSTANCES
+    }
+    monkeypatch.setattr(experts, "plan", lambda *given: made)
+    monkeypatch.setattr(experts, "index_of", lambda device: 0)
+    monkeypatch.setattr(experts.tensor_map, "of_rows", lambda *given: given)
+    op = experts.CudaExperts(gate_up.kind, *stacks, [])
+    x, logits = gate_up.x(m), torch.randn(m, count).bfloat16()
+    index, weights = op.choose(logits, several, True, BF16)
+    y = op(x, index, weights)
+    few = experts_tile.runs_few(m * several, count)
+    assert few == (m == 3) and [first for _, _, first in asked] == [True, False]
+    assert {kernel for kernel, *_ in asked} == {"experts" if few else "experts_batch"}
+    h = gate_up.wanted(x, index).bfloat16()
+    rows = down.wanted(h, index.reshape(-1, 1)).view(m, several, hidden)
+    wanted = (rows * weights.double()[..., None]).sum(1)
+    assert (y.double() - wanted).norm() / wanted.norm() < 4 * ONE_ROUNDING[BF16]
+    assert op(x[:0], index[:0], weights[:0]).shape == (0, hidden)
 
 
 MISTAKES = [
