@@ -3,8 +3,7 @@
 // A pair is a token and one of its experts: pair p is choice p % several of token p / several, and
 // `index` has its expert. An item is up to kTokens pairs of one expert, the first ones first; items
 // are ordered by their first pair. A layer's work is items x bands of 64 outputs; every cluster gets
-// the same share of it, and finds its own items: with few pairs that is sooner done than read from a
-// launch before, which at one token would cost a third of the layer's time.
+// the same share of it, and finds its own items, which saves a launch before the product.
 #pragma once
 
 #include "billfish/warp.cuh"

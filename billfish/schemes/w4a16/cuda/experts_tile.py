@@ -1,7 +1,7 @@
 """Launches of w4a16_experts and w4a16_experts_batch: pure functions of sizes, tested without a GPU.
 
 The host knows how many pairs of a token and an expert there are, not how they are spread: sizes
-hold for every spread, and choices suit a random one.
+hold for every spread, and choices suit a random one. The limits below are reasoned, not timed.
 """
 
 from dataclasses import dataclass
