@@ -1,7 +1,7 @@
-// Around the products of a layer's experts, for every scheme: which experts a token gets, which rows
-// an expert, their activations side by side, and the weighted sum of a token's experts. Pairs and
-// items are those of routing.cuh. Launched early (PDL); nothing is read before the previous kernel
-// has ended.
+// Around the products of a layer's experts, for every scheme: which experts a token gets, which
+// rows an expert, their activations side by side, and the weighted sum of a token's experts. Pairs
+// and items are those of routing.cuh. Launched early (PDL); nothing is read before the previous
+// kernel has ended.
 #pragma once
 
 #include "billfish/mma.cuh"
@@ -39,7 +39,7 @@ choose(const u16* logits, u64* index, void* weights, int tokens, int experts, in
         most = fmaxf(most, value[i]);
     }
     most = max_over(most);
-    // As whole numbers, which compare like the numbers that they are the bits of; 0: none, or taken.
+    // As whole numbers, which compare like the numbers whose bits they are; 0: none, or taken.
     u32 key[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

@@ -2,7 +2,7 @@
 //
 // A pair is a token and one of its experts: pair p is choice p % several of token p / several, and
 // `index` has its expert. An item is up to kTokens pairs of one expert, the first ones first; items
-// are ordered by their first pair. A layer's work is items x bands of 64 outputs; every cluster gets
+// are ordered by their first pair. A layer's work is items x bands of 64 outputs; every cluster has
 // the same share of it, and finds its own items, which saves a launch before the product.
 #pragma once
 
@@ -24,7 +24,7 @@ struct ItemSpan {
 };
 
 // Tables in shared memory, from `base` on: the number of items, pairs of each expert, the cluster's
-// own items (at most `own`: kernels/routing.py) and their pairs, the expert of every pair, all items.
+// own items (at most `own`: experts_tile.py) and their pairs, the expert of each pair, all items.
 // An item is its expert, and from bit 16 on which kTokens of the expert's pairs it has.
 template <int kTokens>
 struct Routing {

@@ -3,7 +3,7 @@
 // w4a16_decode's main loop over other work: items (an expert and up to kTokens of its tokens) x
 // bands of 64 outputs lie end to end, and every cluster gets the same share of them (routing.cuh).
 //
-//     cluster c of C:  [c, c + 1) / C of all items' bands, in passes of up to four bands of one item
+//     cluster c of C:  [c, c + 1) / C of all items' bands, in passes of up to four of one item
 //     block r of 2:    inputs [r, r + 1) / 2 of each pass, in slices of 128
 //
 //     prologue         every block sorts the pairs that concern it
