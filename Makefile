@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL ?=
 
-.PHONY: demo test fuzz test-gpu test-vllm lint types clean
+.PHONY: demo test test-thorough fuzz test-gpu test-vllm lint types clean
 
 # torch is installed first and alone: version ranges of later packages then accept its build.
 $(VENV)/.base: constraints.txt pyproject.toml
@@ -28,6 +28,10 @@ demo: $(VENV)/.base
 # dies ends the suite and is told: one started in its place would wait forever for its tests.
 test: $(VENV)/.test lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
+# Opt-in: also the cases that repeat a covered path in other shapes, types and architectures.
+test-thorough: $(VENV)/.test lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not gpu and not vllm"
 
 # Opt-in: the suite's fuzzers with BILLFISH_FUZZ inputs each. Processes with different
 # BILLFISH_FUZZ_SEED draw different inputs.

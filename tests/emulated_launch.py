@@ -33,7 +33,8 @@ class Emulated:
 
 
 def library(folder, source, programs, text=None, *flags):
-    """Of the programs of one source, or of the text instead of it."""
+    """Of the programs of one source, or of the text instead of it. -DDYNAMIC_SMEM: their shared
+    memory is that of the launch."""
     if text is not None:
         source = folder / source.name
         source.write_text(text)
@@ -43,6 +44,7 @@ def library(folder, source, programs, text=None, *flags):
         folder / "engine.so",
         "-shared",
         "-fPIC",
+        *(() if "-DDYNAMIC_SMEM" in flags else ("-DSTATIC_SMEM",)),
         f"-I{HERE}",
         f"-I{PACKAGE / 'kernels' / 'include'}",
         f'-DKERNEL_FILE="{source}"',

@@ -4,6 +4,7 @@ import ast
 import re
 import statistics
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,18 @@ def room_of(module):
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path, inside_functions):
     """Modules of the package that a file imports, those for type checkers among them."""
-    tree = ast.parse(path.read_text())
+    return tuple(names_in(parsed(path), inside_functions))
+
+
+def names_in(tree, inside_functions):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     nested = {id(n) for f in ast.walk(tree) if isinstance(f, functions) for n in ast.walk(f)}
     for node in ast.walk(tree):
@@ -142,7 +152,7 @@ def test_files_stay_short_and_say_what_they_are(path):
     assert text.count("\n") <= 400, "split it along an idea"
     assert "fmt: skip" not in text and "fmt: off" not in text
     if path.name not in ("version.py",) and len(text) > 200:
-        opening = ast.get_docstring(ast.parse(text))
+        opening = ast.get_docstring(parsed(path))
         assert opening and opening.count("\n") <= 14, "open with what it holds, in a few lines"
 
 
@@ -152,7 +162,7 @@ def test_the_median_file_is_read_at_a_sitting():
 
 @every_file
 def test_no_private_name_crosses_a_module(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("billfish"):
             private = [a.name for a in node.names if a.name.startswith("_") and a.name[1] != "_"]
             assert not private, f"{node.module}: {private}"

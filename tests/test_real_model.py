@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 from demo import smollm2
+from thorough import thorough
 
 from billfish import LLM, SamplingParams
 from billfish.checkpoints.verify import verify
@@ -31,24 +32,16 @@ def original(tmp_path_factory):
         return smollm2(tmp_path_factory.mktemp("real") / "SmolLM2-135M-Instruct")
 
 
+def quantized(original, method, **changes):
+    output, scheme = original.parent / method, W4A16(bits=4, group_size=64)
+    size = {"nsamples": 8, "seqlen": 256}
+    report = quantize(QuantizeRequest(original, output, scheme, method=method, **size, **changes))
+    return output, report
+
+
 @pytest.fixture(scope="module")
 def packed(original):
-    output = {}
-    for method in ("rtn", "gptq"):
-        output[method] = original.parent / method
-        scheme = W4A16(bits=4, group_size=64)
-        quantize(
-            QuantizeRequest(
-                original,
-                output[method],
-                scheme,
-                method=method,
-                nsamples=16,
-                seqlen=256,
-                check=method == "gptq",
-            )
-        )
-    return output
+    return quantized(original, "gptq", check=False)[0]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +53,24 @@ def sample_ids(original):
 
 def perplexity(model, baseline):
     dtype = cpu_type().name  # for the original, too, which is stored in fp32
-    request = EvalRequest(model, ("sample",), baseline, kl=True, limit=2, seqlen=512, dtype=dtype)
+    request = EvalRequest(model, ("sample",), baseline, kl=True, limit=2, seqlen=256, dtype=dtype)
     (task,) = evaluate(request)["tasks"]
     return task["model"]["value"], task["baseline"]["value"], task["kl"]["value"]
 
 
-def test_gptq_keeps_what_rounding_loses(original, packed):
-    rtn, before, far = perplexity(packed["rtn"], original)
-    gptq, _, near = perplexity(packed["gptq"], original)
+def test_gptq_keeps_the_model_good(original, packed):
+    value, before, _ = perplexity(packed, original)
     assert 5 < before < 40  # a language model, not noise
-    assert before < gptq < 1.25 * before
+    assert before < value < 1.25 * before
+
+
+@thorough
+def test_gptq_keeps_what_rounding_loses(original, packed):
+    output, report = quantized(original, "rtn")
+    check = report["check"]
+    assert check["problem"] is None and check["faults"] == [] and check["text"] == "sample"
+    rtn, before, far = perplexity(output, original)
+    gptq, _, near = perplexity(packed, original)
     assert rtn - before > 1.5 * (gptq - before)
     assert near < 0.6 * far
 
@@ -78,7 +79,7 @@ def test_the_engine_writes_what_transformers_writes(original):
     prompts = ["The sword of a billfish is", "In 1969 the first people on the moon"]
     model, tokenizer = load(original, torch.float32)
     with LLM(original, dtype=torch.float32, max_model_len=256) as llm:
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -86,8 +87,8 @@ def test_the_engine_writes_what_transformers_writes(original):
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=32,
-            min_new_tokens=32,
+            max_new_tokens=16,
+            min_new_tokens=16,
             eos_token_id=None,
         )[0, ids.shape[1] :]
         assert output.outputs[0].token_ids == wanted.tolist()
@@ -97,12 +98,13 @@ def test_the_engine_writes_what_transformers_writes(original):
 def test_kv4_keeps_the_model_good(packed, sample_ids):
     loss = {}
     for kv in ("kv16", "kv4"):
-        with LLM(packed["gptq"], kv=kv, max_model_len=513) as llm:
-            scores = llm.score([sample_ids[i : i + 512] for i in (0, 512)])
+        with LLM(packed, kv=kv, max_model_len=513) as llm:
+            scores = llm.score([sample_ids[:512]])
         loss[kv] = -sum(map(sum, scores)) / sum(map(len, scores))
     assert 0.99 < math.exp(loss["kv4"] - loss["kv16"]) < 1.03  # LOG says what is lost
 
 
+@thorough
 def test_a_needle_in_2k_tokens_is_found_in_four_bits(original, sample_ids):
     with LLM(original, kv="kv4", dtype=cpu_type().dtype, max_model_len=2100) as llm:
         said, asked = (
@@ -118,8 +120,8 @@ def test_a_needle_in_2k_tokens_is_found_in_four_bits(original, sample_ids):
 
 
 def test_it_is_whole_small_and_speaks(original, packed):
-    assert verify(packed["gptq"])["ok"]
-    model, tokenizer = load(packed["gptq"])
+    assert verify(packed)["ok"]
+    model, tokenizer = load(packed)
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     dense = sum(2 * layer.in_features * layer.out_features for layer in layers)
     assert len(layers) == 210

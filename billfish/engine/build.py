@@ -113,7 +113,15 @@ def build(source: Source, told: Settings) -> Engine:
     rotation = rotation_of(source, decoder, tokenizer, longest) if told.kv == "kv4" else None
     runner: Runner
     if isinstance(cache, Pool):
-        runner = gpu.GpuRunner(decoder, cache, sequences, longest, rotation, invariant=invariant)
+        runner = gpu.GpuRunner(
+            decoder,
+            cache,
+            sequences,
+            longest,
+            rotation,
+            invariant=invariant,
+            by_rows=not told.batch_invariant,
+        )
     else:
         if isinstance(cache, Kv4):
             cache.rotation = rotation

@@ -46,7 +46,7 @@ def add(folder, tensors):
 
 
 def rtn(source, output, text, **changes):
-    return quantize(request(source, output, text, method="rtn", check=False, **changes))
+    return quantize(request(source, output, text, method="rtn", **changes))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -64,7 +64,7 @@ def test_every_tensor_of_the_source_is_placed(tmp_path, text, architecture):
 
 
 def test_what_is_no_part_of_the_model_is_copied_byte_for_byte(tmp_path, more, text):
-    wanted = request(more, tmp_path / "out", text, method="rtn")
+    wanted = request(more, tmp_path / "out", text, method="rtn", check=True)
     told = plan(wanted)
     assert {each["name"] for each in told["copied"]} == STRANGERS.keys()
     report = quantize(wanted)

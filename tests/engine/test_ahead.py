@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from ahead import Ahead
+from thorough import some
 from tiny import write_checkpoint
 
 from billfish import LLM, SamplingParams
@@ -63,7 +64,10 @@ def case(request, path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pages": 12}, {"max_num_seqs": 3}, {"max_batched_tokens": 16, "max_num_seqs": 8}],
+    some(
+        [{}, {"pages": 12}, {"max_num_seqs": 3}, {"max_batched_tokens": 16, "max_num_seqs": 8}],
+        *(0, 1, 3),
+    ),
     ids=str,
 )
 def test_texts_are_the_same(options, case, path):

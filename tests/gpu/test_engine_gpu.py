@@ -148,6 +148,27 @@ def test_graphs_change_nothing():
     ]
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv", POOLS)
+def test_prompts_by_rows(name, kv, monkeypatch):
+    """Prompts of a small step are rows of a decode's graph; FlashAttention reads them alike."""
+    taken, inner = [], gpu.as_rows
+    monkeypatch.setattr(gpu, "as_rows", lambda pieces: taken.append(inner(pieces)) or taken[-1])
+    model = model_of(name, packed=True)
+    params = billfish.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    prompts = [TEXT[i : i + 9 + 11 * i] for i in range(5)]
+    with llm_of(model, kv=kv, prefix_caching=False) as llm:
+        by_rows = llm.generate(prompts, params)
+        assert any(taken)
+        llm.engine.runner.by_rows = False
+        without = llm.generate(prompts, params)
+    same = sum(
+        a.outputs[0].token_ids == b.outputs[0].token_ids
+        for a, b in zip(by_rows, without, strict=True)
+    )
+    assert same >= (3 if kv == "kv4" else 4)
+
+
 @pytest.mark.parametrize("kv", POOLS)
 def test_few_pages_change_no_text(kv):
     """Preempted and computed anew, among others: the words stay. Prompts are read in chunks of any

@@ -28,6 +28,7 @@ def trained(source, out, device):
         steps=40,
         end_to_end=20,
         device=device,
+        check=True,
     )
     report = quantize(asked)["training"]
     return report, {path.name: path.read_bytes() for path in out.glob("*.safetensors")}

@@ -9,6 +9,7 @@ from billfish.errors import UserError
 from billfish.kernels import tiles
 from billfish.kernels.device import gpu
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda import batch
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp
 
@@ -25,15 +26,13 @@ def plan_of(op):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.bits}bit-g{s.group_size}")
-@pytest.mark.parametrize("instance", list(tiles.INSTANCES), ids=str)
+@pytest.mark.parametrize("instance", list(batch.INSTANCES), ids=str)
 def test_every_cut(instance, scheme, dtype):
     n, k = SIZES[scheme.group_size]
     op, weight = op_of(CudaOp, scheme, n, k, dtype)
     plan, rounded, bias = plan_of(op), weight.to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     launched = 0
-    for cut in tiles.cuts():
-        if (cut.tokens, cut.bands) != instance:
-            continue
+    for cut in tiles.cuts([instance], batch.COSTS.clusters):
         for m in (17, cut.tokens, 2 * cut.tokens + 5):
             how = tiles.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
             if how is None:

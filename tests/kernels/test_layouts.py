@@ -20,7 +20,7 @@ from billfish.formats.layout import BRICK_K, BRICK_N
 from billfish.kernels import clusters, jit, norm, routing, stripes, tensor_map, tiles
 from billfish.kernels import striped as striped_sizes
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda import experts_tile, plan, tile
+from billfish.schemes.w4a16.cuda import batch, experts_tile, plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w4a16_24.cuda import arrange as sparse_arrange
 from billfish.schemes.w4a16_24.cuda import plan as sparse_plan
@@ -99,18 +99,22 @@ def records():
 def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
-    yield "kDecodeThreads", tile.THREADS
     yield "kCluster", clusters.CLUSTER
     yield "kBarrierBytes", clusters.BARRIER_BYTES
     for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
         total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
-        how = tile.pick_tile(m, total * BRICK_N, size, H200)
+        how = tile.pick_tile(m, total * BRICK_N, size, group, H200)
         passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
         buffers = min(passes, 2)  # of partial sums
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
         sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
         yield f"Record<{group}, {zeros}>::kBytes", size
+        sizes = (group, how.tokens, how.bands)
+        yield f"decode_threads{sizes}", tile.threads(*sizes)
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+
+
+CUTS = list(tiles.cuts(batch.INSTANCES, batch.COSTS.clusters))
 
 
 def batches():
@@ -121,7 +125,7 @@ def batches():
     yield "kRecordK", tiles.SLICE
     yield "sizeof(TensorMap)", 128
     yield "kXLine", 2 * tensor_map.BOX_COLUMNS
-    for ((group, zeros), size), cut in itertools.product(records(), tiles.cuts()):
+    for ((group, zeros), size), cut in itertools.product(records(), CUTS):
         how = tiles.launch(cut, 300, 8192, 64, size, H200)
         yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
         if how is not None:

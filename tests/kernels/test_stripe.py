@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some
 
 from billfish.kernels import jit
 from billfish.kernels.jit import Program
@@ -273,7 +274,7 @@ def test_the_kernel_counts_the_same(tmp_path):
     jit.compile(Program(program, "counts<0>"), "sm_80")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", some(["sm_80", "sm_86", "sm_89", "sm_90a"], 0, 3))
 def test_nothing_spills(arch):
     """The instances that need most registers: all 96 of an architecture take 17 s."""
     for dtype in ("Half", "Bfloat"):

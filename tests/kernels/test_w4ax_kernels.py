@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpp_compiler import compile_cpp, needs_compiler
+from thorough import also, every_third, second, some
 from torch.nn.functional import pad, silu
 from w4ax_layers import integers, layer, oracle, ordered, quantized
 
@@ -109,17 +110,26 @@ def test_joined_layers_are_views():
 # -- registers
 
 
-@pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_kernels_keep_to_their_registers(dtype, asymmetric):
-    # the other type has the same text, and as many registers
+# The other type has the same text, and as many registers. `step`: each instance, or every second.
+@pytest.mark.parametrize(
+    ("dtype", "asymmetric", "sizes", "step"),
+    [
+        (FP16, False, (128,), 2),
+        (BF16, True, (64,), 2),
+        *(also(FP16, asymmetric, (32, 128), 1) for asymmetric in (False, True)),
+        *(also(BF16, asymmetric, (64,), 1) for asymmetric in (False, True)),
+    ],
+    ids=str,
+)
+def test_kernels_keep_to_their_registers(dtype, asymmetric, sizes, step):
     wanted = [
         program
-        for size in ((32, 128) if dtype == FP16 else (64,))
+        for size in sizes
         for program in programs(size, dtype, "sm_90a", asymmetric, asymmetric)
     ]
     wanted = list(dict.fromkeys(wanted))
-    assert len(wanted) == (26 if dtype == FP16 else 14)
+    assert len(wanted) == 2 + 12 * len(sizes)
+    wanted = second(wanted, step)
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda program: jit.compile(program, "sm_90a"), wanted))
     for program, cubin in zip(wanted, made, strict=True):
@@ -240,7 +250,7 @@ FEW = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case[0]}x{case[1]}")
+@pytest.mark.parametrize("case", some(FEW, 0, 2, 3, 5), ids=lambda case: f"{case[0]}x{case[1]}")
 def test_products_of_few_tokens(case, compiled):
     n, k, group_size, dtype, sms, tokens = case
     for m, asymmetric in itertools.product(tokens, (False, True)[: 1 + (k <= 1024)]):
@@ -275,7 +285,11 @@ BATCHES = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", BATCHES, ids=lambda case: f"{case[0]}x{case[1]}-{case[4]}")
+@pytest.mark.parametrize(
+    "case",
+    some(BATCHES, 0, 1, 2, 4, 8, 9, 12, 13, 15),
+    ids=lambda case: f"{case[0]}x{case[1]}-{case[4]}",
+)
 def test_products(case, compiled):
     """Bit for bit, in any order of events, with and without bias."""
     n, k, group_size, dtype, cut, tokens = case
@@ -346,7 +360,9 @@ MISTAKES = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
+@pytest.mark.parametrize(
+    "mistake", every_third(MISTAKES), ids=lambda mistake: f"{mistake[0]}: {mistake[1]}"
+)
 def test_the_emulator_sees_mistakes(mistake, compiled):
     where, pattern, replacement = mistake
     kernel, header, asymmetric = (*where.split(": "), "", "")[:3]

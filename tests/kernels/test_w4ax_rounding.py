@@ -8,6 +8,7 @@ import pytest
 import torch
 from cpp_compiler import needs_compiler
 from emulated_launch import PACKAGE, Emulated, library
+from thorough import every_third
 from torch.nn.functional import pad
 from w4ax_layers import ordered
 
@@ -310,7 +311,7 @@ MISTAKES = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[0])
+@pytest.mark.parametrize("mistake", every_third(MISTAKES), ids=lambda mistake: mistake[0])
 def test_the_emulator_sees_mistakes(mistake, round_on_cpu, tmp_path, monkeypatch):
     for module in (activations, rounding):
         monkeypatch.setattr(module, "REACH", 0.12)  # so that the largest numbers are clamped

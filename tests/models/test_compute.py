@@ -229,7 +229,7 @@ def test_the_watch_sees_other_threads(half, monkeypatch, name):
 class TestNothingMultipliesIn16Bits:
     @pytest.mark.parametrize("method", ["gptq", "awq"])
     def test_quantize(self, half, text, tmp_path, method):
-        report = quantize(job(half, tmp_path / "out", text, method=method))
+        report = quantize(job(half, tmp_path / "out", text, method=method, check=True))
         assert report["dtype"] == report["fingerprint"]["stored_dtype"] == "bfloat16"
         assert report["fingerprint"]["dtype"] == "float32"
         scales = {t.dtype for n, t in all_tensors(tmp_path / "out").items() if "scale" in n}
@@ -385,8 +385,8 @@ def test_a_job_goes_on_in_its_own_type(half, text, tmp_path, monkeypatch):
 def test_rounding_does_not_depend_on_it(half, text, tmp_path, monkeypatch):
     for name in ("float32", "bfloat16"):
         monkeypatch.setenv(VARIABLE, name)
-        # The sentinel runs the model, so its figures do depend on it.
-        quantize(job(half, tmp_path / name, text, method="rtn", check=False))
+        # without the sentinel, which runs the model: its figures do depend on it
+        quantize(job(half, tmp_path / name, text, method="rtn"))
     assert contents(tmp_path / "float32") == contents(tmp_path / "bfloat16")
 
 

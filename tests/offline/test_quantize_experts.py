@@ -156,7 +156,7 @@ def test_an_expert_without_tokens_is_calibrated_on_all_and_listed(tmp_path, text
 
 def test_a_stopped_job_ends_in_the_same_bytes(tmp_path, text, monkeypatch):
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM")
-    whole = asked(source, tmp_path / "whole", text, check=False)
+    whole = asked(source, tmp_path / "whole", text)
     quantize(whole)
     parts = replace(whole, output=tmp_path / "parts")
     stop_before_the_end(monkeypatch, parts)
@@ -179,7 +179,7 @@ def test_every_scheme_takes_experts(tmp_path, text, scheme):
     source = write_checkpoint(
         tmp_path / "source", "Qwen2MoeForCausalLM", num_hidden_layers=1, num_experts=3
     )
-    report = quantize(asked(source, tmp_path / "out", text, scheme=SCHEMES[scheme]))
+    report = quantize(asked(source, tmp_path / "out", text, scheme=SCHEMES[scheme], check=True))
     assert report["check"]["problem"] is None
     assert verify(tmp_path / "out")["problems"] == []
     model, _ = load(tmp_path / "out", dtype=torch.float32)

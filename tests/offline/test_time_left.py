@@ -102,7 +102,8 @@ def test_a_step_has_the_tokens_that_there_are(reporter):
 
 def test_a_job_tells_what_training_gained(llama, tmp_path, text):
     seen = []
-    wanted = request(llama, tmp_path / "out", text, method="finetune", steps=30, end_to_end=10)
+    changes = {"method": "finetune", "steps": 30, "end_to_end": 10, "check": True}
+    wanted = request(llama, tmp_path / "out", text, **changes)
     report = quantize(wanted, on_progress=seen.append)
     assert all((told.block, told.blocks) <= (3, 3) for told in seen)
     assert [told.checked for told in seen if told.checked is not None] == [1, 2, 3]

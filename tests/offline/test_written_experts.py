@@ -51,7 +51,8 @@ def made(request, tmp_path_factory):
     source = write_checkpoint(folder / "source", request.param)
     text = folder / "text.txt"
     text.write_text("all experts of a mixture see some of these tokens, 0123456789. " * 40)
-    report = quantize(asked(source, folder / "out", str(text), dtype=torch.float32))
+    changes = {"dtype": torch.float32, "check": True}
+    report = quantize(asked(source, folder / "out", str(text), **changes))
     return request.param, source, folder / "out", report
 
 
@@ -278,6 +279,6 @@ def test_broken_experts_are_named_by_their_block(tmp_path, text, monkeypatch, ar
         return made | ({name: 9 * made[name] for name in broken} if index == 1 else {})
 
     monkeypatch.setattr(Job, "_block_tensors", wrong)
-    check = quantize(asked(source, tmp_path / "out", text, method="rtn"))["check"]
+    check = quantize(asked(source, tmp_path / "out", text, method="rtn", check=True))["check"]
     assert check["faults"] == [1] and "model.layers.1 begins to fail" in check["problem"]
     assert check["blocks"][1]["own_error"] > 10 > 1 > check["blocks"][0]["own_error"]

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from thorough import also, one_each
 
 from billfish.schemes import SCHEMES
 from billfish.schemes.registry import quantizer, with_options
@@ -26,11 +27,21 @@ CASES = [
     if scheme.refuses(*shape) is None
 ]
 every_case = pytest.mark.parametrize(("scheme", "n", "k"), CASES, ids=str)
-# QuantLinear knows no shape and no bit: the last shape of each scheme will do.
+# QuantLinear knows no shape and no bit: the last shape of each scheme will do, and of the schemes
+# the usual ones and every third.
+LAYERS = list({case[0]: case for case in CASES}.values())
+USUAL = [*map(with_options, SCHEMES), *(case[0] for case in LAYERS[::3])]
 every_layer = pytest.mark.parametrize(
-    ("scheme", "n", "k"), list({case[0]: case for case in CASES}.values()), ids=str
+    ("scheme", "n", "k"),
+    [case if case[0] in USUAL else also(*case) for case in LAYERS],
+    ids=str,
 )
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# Each case in one type; a family's examples are many, and so is each of them tested in all types.
+every_typed_case = pytest.mark.parametrize(
+    ("scheme", "n", "k", "dtype"),
+    one_each(CASES, DTYPES),
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 
 
 def seeded(n, k):

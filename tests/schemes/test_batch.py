@@ -109,7 +109,8 @@ def test_the_model_counts_waves_and_meetings():
 
 
 def test_small_layers_are_split_and_large_ones_take_large_tiles():
-    assert batch.pick(32, 4000, 32, 4224, OTHER).sums
+    small = batch.pick(32, 4000, 32, 4224, OTHER)
+    assert small.sums or small.cut.splits > 1
     assert batch.pick(1024, 30000, 32, 4224, OTHER).cut.tokens >= 128
 
 
@@ -122,13 +123,15 @@ def test_measured_layers_get_what_was_measured():
             for m, cut in layer["cuts"].items():
                 how = batch.pick(int(m), layer["n"], math.ceil(layer["k"] / 128), 4224, gpu)
                 assert how.cut == Cut(*cut)
-                assert (how.cut.tokens, how.cut.bands) in tiles.INSTANCES  # an instance there is
+                assert (how.cut.tokens, how.cut.bands) in batch.INSTANCES  # an instance there is
 
 
 def test_between_measured_tokens_the_next_more_counts():
     known = batch.table()["NVIDIA H200", 8192, 64]
     assert batch.pick(40, 8192, 64, 4224, H200).cut == known[64]
-    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(tiles.cuts())
+    assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(
+        tiles.cuts(batch.INSTANCES, batch.COSTS.clusters)
+    )
 
 
 def test_a_measured_neighbour_does_not_leave_tiles_half_empty():

@@ -10,8 +10,8 @@ from every import (
     CASES,
     EVERY,
     every_case,
-    every_dtype,
     every_layer,
+    every_typed_case,
     same,
     seeded,
     solved,
@@ -65,8 +65,7 @@ def test_shards_are_the_layer_cut(scheme, n, k):
                 assert scheme.size(part) == tuple(cut.shape)
 
 
-@every_case
-@every_dtype
+@every_typed_case
 def test_quantize_yields_exactly_tensors(scheme, n, k, dtype):
     specs, tensors = scheme.tensors(n, k, dtype), stored(scheme, n, k, dtype)
     assert tensors.keys() == specs.keys()
@@ -102,8 +101,7 @@ def ops_on_cpu(scheme, n, k):
     return runs
 
 
-@every_case
-@every_dtype
+@every_typed_case
 def test_identity_gives_the_weight_rounded_once(scheme, n, k, dtype):
     tensors = stored(scheme, n, k)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -130,8 +128,7 @@ def test_identity_gives_the_weight_rounded_once(scheme, n, k, dtype):
     same(tensors, before)
 
 
-@every_case
-@every_dtype
+@every_typed_case
 def test_ops_match_the_reference(scheme, n, k, dtype):
     """err(ours, fp64) <= 2 * err(torch in the same dtype, fp64) + what the op says of itself."""
     tensors = stored(scheme, n, k)

@@ -13,7 +13,7 @@ from billfish.schemes.w4a16.cuda.tile import pick_tile
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 SMALL = Gpu(0, "a GPU with 100 KB an SM", "sm_120a", 84, 101376, 102400, 48 * 2**20)
 TINY = dataclasses.replace(H200, sms=2)
-RECORDS = sorted({kind.record_bytes for kind in cuda.KINDS})
+RECORDS = sorted({(kind.record_bytes, kind.group) for kind in cuda.KINDS})
 OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
 
 
@@ -30,15 +30,15 @@ OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
     ],
 )
 def test_what_was_measured_best(n, bands, blocks):
-    tile = pick_tile(1, n, 4224, H200)
+    tile = pick_tile(1, n, 4224, 128, H200)
     assert (tile.bands, tile.blocks) == (bands, blocks)
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL, TINY], ids=lambda gpu: f"{gpu.arch}-{gpu.sms}")
 @pytest.mark.parametrize("n", OUTPUTS)
 def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
-    for record in RECORDS:
-        tiles = [pick_tile(m, n, record, gpu) for m in range(1, 17)]
+    for record, group in RECORDS:
+        tiles = [pick_tile(m, n, record, group, gpu) for m in range(1, 17)]
         assert {(t.bands, t.blocks) for t in tiles} == {(tiles[0].bands, tiles[0].blocks)}
         assert [t.tokens for t in tiles] == [8] * 8 + [16] * 8
         for tile in tiles:
@@ -46,14 +46,17 @@ def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
             assert 2 <= tile.stages <= 8 and tile.smem <= gpu.smem_per_block
             share = math.ceil(math.ceil(n / 64) / (tile.blocks // CLUSTER))
             passes = math.ceil(share / tile.bands)
-            # decode.cuh: stages of four records and their slices of x, then sums, twice if needed
+            # decode.cuh: stages of four records, their slices of x and its sums; then partial
+            # sums, twice if needed
             stage = 4 * record + 4 // tile.bands * tile.tokens * 256
+            if tile.tokens == 16 and tile.bands == 4 and group == 128:
+                stage += 16 * 1024 // group
             sums = 4 * 64 * tile.tokens * 4 * min(passes, 2)
             assert tile.smem == BARRIER_BYTES + tile.stages * stage + sums
 
 
 @pytest.mark.parametrize("n", OUTPUTS)
 def test_two_blocks_fit_on_a_hopper_sm(n):
-    for record in RECORDS:
+    for record, group in RECORDS:
         for m in (1, 16):
-            assert 2 * (pick_tile(m, n, record, H200).smem + 1024) <= H200.smem_per_sm
+            assert 2 * (pick_tile(m, n, record, group, H200).smem + 1024) <= H200.smem_per_sm

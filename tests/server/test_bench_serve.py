@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from thorough import some
 from typer.testing import CliRunner
 
 from billfish.bench.serve import (
@@ -53,7 +54,8 @@ def test_a_run(server, tmp_path):
         assert 4 * 12 <= point["output_tokens_per_s"] * point["duration_s"] <= 9 * 12 + 0.1
 
 
-def test_servers_of_its_own(tmp_path):
+@pytest.mark.parametrize("variants", some([("fp32+kv8",), ("fp32+kv16", "fp32+kv8")], 0), ids=str)
+def test_servers_of_its_own(tmp_path, variants):
     pytest.importorskip("matplotlib")
     config, target, picture = (tmp_path / name for name in ("config.json", "s.json", "s.png"))
     config.write_text(
@@ -70,14 +72,14 @@ def test_servers_of_its_own(tmp_path):
             }
         )
     )
-    options = f"--config {config} --variants fp32+kv16,fp32+kv8 --device cpu --rate 40 --requests 6"
-    lengths = f"--input 8 --output 8 --save {target} --plot {picture}"
+    options = f"--config {config} --variants {','.join(variants)} --device cpu --rate 40"
+    lengths = f"--requests 6 --input 8 --output 8 --save {target} --plot {picture}"
     found = CliRunner().invoke(app, ["bench", "serve", *options.split(), *lengths.split()])
     assert found.exit_code == 0, found.output
     assert "over HTTP" in found.output and picture.stat().st_size > 10_000
     result = json.loads(target.read_text())
-    assert result["complete"] and len(result["servers"]) == 2
-    for server, variant in zip(result["servers"], ("fp32+kv16", "fp32+kv8"), strict=True):
+    assert result["complete"] and len(result["servers"]) == len(variants)
+    for server, variant in zip(result["servers"], variants, strict=True):
         alone = server["alone"]
         assert server["variant"] == variant and server["complete"]
         assert alone["engine_tokens_per_s"] > alone["http_tokens_per_s"] / 2 > 0

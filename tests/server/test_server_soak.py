@@ -1,4 +1,4 @@
-"""500 requests at once over HTTP, on few pages and a short queue: a fifth leaves early, a tenth is
+"""300 requests at once over HTTP, on few pages and a short queue: a fifth leaves early, a tenth is
 malformed. What is valid ends with the text it would have alone, what is not gets its 4xx, the
 server is healthy throughout, and neither pages nor memory stay behind.
 """
@@ -17,7 +17,7 @@ from served import MODEL, served
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 
-COUNT, CLIENTS = 500, 48
+COUNT, CLIENTS = 300, 48
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BAD = [
     {"content": b"{"},

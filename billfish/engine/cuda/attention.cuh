@@ -160,7 +160,7 @@ struct Total {
 template <class F, int kDim>
 BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16* q,
                                  const int* table, const Chunk* rows, int items, int kv_heads,
-                                 int group) {
+                                 int group, bool fresh) {
     using Block = AttendBlock<F, kDim>;
     using R = PageRecord<F, kDim>;
     constexpr int kStages = Block::kStages;
@@ -202,9 +202,10 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
         if (++slot == kStages) slot = 0, parity ^= 1;
     };
 
-    // All stages before the one with the newest token were written by earlier steps.
+    // All stages before the one with the newest token were written by earlier steps, unless a
+    // prompt's tokens are rows of this one.
     int stage = 0;
-    const int old = (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
+    const int old = fresh ? 0 : (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
     while (stage < min(min(old, now.chunk.pages * Block::kOfPage), kStages)) fetch(stage++);
     dependency_wait();
     for (; item < items; item += blocks, ++count) {
@@ -347,8 +348,8 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
 #endif
 
 // `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim);
-// `head` is the number of chunks and where in `table` their rows begin; `table` holds the page
-// table, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
+// `head` is the number of chunks, where in `table` their rows begin, and whether this step wrote
+// more than the newest token of a sequence; `table` holds the page table, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
 // and after.
 template <class T, class F, int kDim>
 __global__ void __launch_bounds__(kTakers * 32 + 32, (AttendBlock<F, kDim>::kBlocks))
@@ -377,7 +378,7 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     }
     __syncthreads();
     if (threadIdx.x >= kTakers * 32)
-        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group);
+        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group, head[2]);
     else
         take_items<T, F, kDim>(base, out, workspace, arrived, items, kv_heads, group, scale);
 #endif

@@ -1,9 +1,9 @@
 """The model on a Hopper GPU: eight launches a layer, and a CUDA graph for every batch size.
 
-A step of decodes alone replays the graph of the next larger batch size, over tables filled for this
-step. Steps with prefill chunks are launched kernel by kernel; their attention is FlashAttention
-over K and V gathered from the pages. No call waits for the GPU: the host prepares a step while the
-one before it runs.
+A step of decodes replays the graph of the next larger batch size, over tables filled for this step;
+so does one of few tokens in all, with prompts among them (rows.py). Others are launched kernel by
+kernel; attention of their prefill chunks is FlashAttention over K and V gathered from the pages. No
+call waits for the GPU: the host prepares a step while the one before it runs.
 """
 
 import itertools
@@ -21,6 +21,7 @@ from billfish.engine.cuda import fused, tables
 from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
+from billfish.engine.cuda.rows import MOST_ROWS, as_rows, rules_of_rows
 from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
 from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules, last_rows
@@ -80,8 +81,11 @@ class GpuRunner:
         rotation: Rotation | None = None,
         graphs: bool = True,
         invariant: bool = False,  # batch invariant: a row's bits do not depend on the others
+        by_rows: bool = True,  # prompts of small steps as decodes: then their bits depend on them
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
+        self.by_rows = by_rows and graphs
+        most_rows = max(most_sequences, MOST_ROWS) if self.by_rows else most_sequences
         shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
         programs = fused.programs(dtype, pool.name, shape.head_dim, rotation is not None)
         jit.build_all([*programs, tables.program(shape, dtype, pool.name)], gpu(device).arch, _say)
@@ -89,23 +93,28 @@ class GpuRunner:
         cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
         self.fused = Fused(shape, dtype, device, pool, cos, sin, rotation)
         chunking = Chunking(pool.name, shape.kv_heads, gpu(device).sms, invariant)
-        self.tables = Tables(most_sequences, most_tokens, shape.windows, chunking, device)
+        self.tables = Tables(most_rows, most_tokens, shape.windows, chunking, device)
         self.attention = DecodeAttention(shape, dtype, pool, self.tables)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # Each row's next token and largest logit; read by the next decode, and by the host from
         # two pinned buffers by turns: one is read while the other is written.
-        self.found = torch.zeros(most_sequences, 2, dtype=torch.int32, device=device)
+        self.found = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
-        self._step(most_sequences)  # loads every kernel: none can be loaded in a capture
+        self._step(most_rows)  # loads every kernel: none can be loaded in a capture
         if graphs:
-            self._capture(buckets(most_sequences))
+            self._capture(buckets(most_rows))
 
     @torch.inference_mode()
     def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
         """Logits of the pieces that sample, and with rules their next tokens."""
         if all(piece.count == 1 and piece.samples for piece in pieces):
             logits = self._decode(pieces, rules)
+        elif self.by_rows and (each := as_rows(pieces)) is not None:
+            logits = self._decode(each, rules and rules_of_rows(rules, pieces), fresh=True)
+            at = self._upload(np.array(last_rows(pieces), np.int32))
+            logits = logits.index_select(0, at)
+            self.found[: len(at)] = self.found.index_select(0, at)
         else:
             hidden = self.hidden(pieces, rules)
             rows = self._upload(np.array(last_rows(pieces), np.int32))
@@ -119,11 +128,11 @@ class GpuRunner:
         landed.record()
         return Decoded(logits, place[:count], landed)
 
-    def _decode(self, pieces: Many[Piece], rules: Rules | None) -> Tensor:
+    def _decode(self, pieces: Many[Piece], rules: Rules | None, fresh: bool = False) -> Tensor:
         """One token of each piece."""
         count = len(pieces)
         rows = next((size for size in sorted(self.graphs) if size >= count), count)
-        self.tables.fill(pieces, rows, rules)
+        self.tables.fill(pieces, rows, rules, fresh)
         if rows not in self.graphs:
             return self._step(rows)[:count]
         graph, logits = self.graphs[rows]

@@ -78,7 +78,7 @@ def rows_of(
 class Tables:
     """One int32 buffer on the GPU, and the same on the host:
 
-    [tokens][positions][slots][number of chunks and offset of their rows, for each window size]
+    [tokens][positions][slots][number of chunks, offset of their rows, fresh; for each window size]
     [sampling rules][rows of chunks][page tables]
 
     It goes to the GPU through two pinned buffers by turns: when one is filled again, the copy from
@@ -118,18 +118,20 @@ class Tables:
         self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
 
     def fill(
-        self, pieces: Many[Piece], rows: int, rules: Rules | None = None
+        self, pieces: Many[Piece], rows: int, rules: Rules | None = None, fresh: bool = False
     ) -> tuple[NDArray[np.int32], ...]:
         """One token of each piece, padded to `rows`; returns their tokens, positions and slots.
-        Rules may be more: a step's other pieces sample, too. Without them sampling is greedy."""
+        Rules may be more: a step's other pieces sample, too. Without them sampling is greedy.
+        `fresh`: several pieces may be of one sequence, and read what this step writes."""
         count, numbers = len(pieces), self._numbers
         numbers["rules"][: rows * RULE] = 0
         if rules:
             numbers["rules"][: len(rules) * RULE] = np.concatenate(rules)
         numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
-        if not self._advance(pieces, rows):
-            self._build(pieces, rows)
-        self._last = [(p.sequence, p.start, len(p.sequence.pages)) for p in pieces]
+        if fresh or not self._advance(pieces, rows):
+            self._build(pieces, rows, fresh)
+        known = () if fresh else pieces
+        self._last = [(p.sequence, p.start, len(p.sequence.pages)) for p in known]
         end, place = self._shape[2], next(self._places)
         place.numpy()[:end] = self._flat[:end]
         self.card[:end].copy_(place[:end], non_blocking=True)
@@ -154,7 +156,7 @@ class Tables:
         self._flat[self._fixed : self._shape[1]][ROW - 1 :: ROW] += 1  # lengths
         return True
 
-    def _build(self, pieces: Many[Piece], rows: int) -> None:
+    def _build(self, pieces: Many[Piece], rows: int, fresh: bool) -> None:
         numbers, count, flat = self._numbers, len(pieces), self._flat
         where = np.array([piece.start for piece in pieces], np.int32)
         lists = [piece.sequence.pages for piece in pieces]
@@ -172,7 +174,7 @@ class Tables:
         pages_at = at + sum(each.size for each in made)
         for i, each in enumerate(made):
             each[:, 1] += pages_at
-            numbers["heads"][i * ROW : i * ROW + 2] = len(each), at
+            numbers["heads"][i * ROW : i * ROW + 3] = len(each), at, fresh
             flat[at : at + each.size] = each.reshape(-1)
             at += each.size
         for pages in lists:

@@ -2,7 +2,8 @@
 // A thread runs until it waits; who goes on, and which copy lands next, is drawn by lot.
 #pragma once
 
-// Few headers: every program is compiled anew, and they are most of what the compiler reads.
+// What is not a template is in machine.cpp, and this file is precompiled: every program is compiled anew, and
+// was in two thirds of its time this.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -123,11 +124,13 @@ struct Fiber {
     u32 thread, index;
     bool begun = false, done = false;
     int cluster_rounds = 0;
+    const int* watched = nullptr;  // what it waits for while this is `seen`
+    int seen = 0;
     std::vector<std::vector<std::function<void()>>> groups{1};  // cp.async, by commit
     ~Fiber() { free(stack); }
     Warp& warp() { return block->warps[thread / 32]; }
     void prepare(void (*body)()) {
-        begun = done = false;
+        begun = done = false, watched = nullptr;
         getcontext(&start);
         start.uc_stack.ss_sp = stack, start.uc_stack.ss_size = kStack, start.uc_link = nullptr;
         makecontext(&start, body, 0);
@@ -135,19 +138,24 @@ struct Fiber {
 };
 
 inline Fiber* current;
-inline std::vector<Block> blocks;
-inline std::vector<std::function<void()>> flying;
+extern std::vector<Block> blocks;
 // A copy lands every 4 turns, or, drawn for each launch, every 4 to 128: slow memory shows waits that
 // are satisfied too soon, and takes its time.
 inline bool memory_varies = false;
-inline std::vector<int> cluster_arrivals;
+extern std::vector<int> cluster_arrivals;
 inline jmp_buf scheduler;
 
 inline void yield() {
     if (!_setjmp(current->context)) _longjmp(scheduler, 1);
 }
+// As `while (number is what it was) yield()`, without a switch a turn: nine turns of ten were of fibers that wait.
+inline void wait_for_change(const int& number) {
+    current->watched = &number, current->seen = number;
+    yield();
+}
 inline void enter(Fiber& fiber) {  // until it yields
-    current = &fiber;
+    if (fiber.watched && *fiber.watched == fiber.seen) return;
+    current = &fiber, fiber.watched = nullptr;
     if (_setjmp(scheduler)) return;
     if (fiber.begun) _longjmp(fiber.context, 1);
     fiber.begun = true;
@@ -157,7 +165,7 @@ inline void enter(Fiber& fiber) {  // until it yields
 inline void meet(Gate& gate, int threads) {
     const int generation = gate.generation;
     if (++gate.here == threads) gate.here = 0, ++gate.generation;
-    while (gate.generation == generation) yield();
+    while (gate.generation == generation) wait_for_change(gate.generation);
 }
 
 inline Block& block_of(u32& address) {
@@ -203,76 +211,26 @@ inline V read(u32 address) {
 inline void write(unsigned char* to, const void* from, u32 bytes) { memcpy(to, from, bytes); }
 
 inline const char *source_begin[4], *source_end[4];
-inline void check_source(const void* from, u32 bytes) {
-    for (int i = 0; i < 4; ++i)
-        if ((const char*)from >= source_begin[i] && (const char*)from + bytes <= source_end[i]) return;
-    demand(false, "a copy from outside its tensor");
-}
-
-inline void begin_copy(u32 to, const void* from, u32 bytes) {
-    if (bytes) check_source(from, bytes);
-    unsigned char* place = smem_at(to, 16);
-    memset(place, 0xff, 16);  // NaN for whoever reads before it has landed
-    current->groups.back().push_back([=] { memset(place, 0, 16), memcpy(place, from, bytes); });
-}
-
-inline void wait_groups(int pending) {
-    auto& groups = current->groups;
-    for (int i = 0; i + 1 + pending < (int)groups.size(); ++i) {
-        for (auto& copy : groups[i]) copy();
-        groups[i].clear();
-    }
-}
-
-inline void arrive_after_copies(Barrier& barrier) {
-    auto copies = std::move(current->groups.back());
-    current->groups.back().clear();
-    flying.push_back([copies, &barrier] {
-        for (auto& copy : copies) copy();
-        barrier.arrive();
-    });
-}
-
-inline void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier) {
-    check_source(from, bytes);
-    unsigned char *first = smem_at(to, 16), *last = smem_at(to + bytes - 16, 16);
-    demand(last - first == (long)bytes - 16, "bulk copy");
-    memset(first, 0xff, bytes);
-    flying.push_back([=, &barrier] { memcpy(first, from, bytes), barrier.complete(bytes); });
-}
-
-// A box of 64 columns; chunks of 16 bytes are XORed with the row (bits 7 to 9 of their address).
-inline void begin_tensor(u32 to, const u16* from, int rows, int columns, int box, int column, int row,
-                         Barrier& barrier) {
-    unsigned char* place = smem_at(to, 16);
-    smem_at(to + box * 128 - 16, 16);
-    memset(place, 0xff, box * 128);
-    flying.push_back([=, &barrier] {
-        for (int i = 0; i < box * 64; ++i) {
-            const int r = row + i / 64, c = column + i % 64;
-            const u16 v = r < rows && c < columns ? from[(u64)r * columns + c] : 0;
-            const int at = i / 64 * 128 + ((i % 64 / 8 ^ i / 64 % 8) << 4) + i % 8 * 2;
-            memcpy(place + at, &v, 2);
-        }
-        barrier.complete(box * 128);
-    });
-}
-
-inline void begin_remote(u32 to, float a, float b, Barrier& barrier) {
-    unsigned char* place = smem_at(to, 8);
-    flying.push_back([=, &barrier] {
-        const float v[2] = {a, b};
-        memcpy(place, v, 8), barrier.complete(8);
-    });
-}
+// machine.cpp:
+void begin_copy(u32 to, const void* from, u32 bytes);
+void commit_group();
+void wait_groups(int pending);
+void arrive_after_copies(Barrier& barrier);
+void begin_bulk(u32 to, const void* from, u32 bytes, Barrier& barrier);
+void begin_tensor(u32 to, const u16* from, int rows, int columns, int box, int column, int row, Barrier& barrier);
+void begin_remote(u32 to, float a, float b, Barrier& barrier);
 
 inline void arrive_in_cluster() { ++cluster_arrivals[blockIdx.x / cluster_size]; }
 inline void wait_for_cluster() {  // for as many rounds as this thread has arrived
     const u32 index = blockIdx.x / cluster_size, all = cluster_size * current->block->threads;
     demand(cluster_size > 1, "ptxas makes a __syncthreads of the wait of a cluster of one");
     const int round = ++current->cluster_rounds;
-    while (cluster_arrivals[index] < (int)(all * round)) yield();
+    while (cluster_arrivals[index] < (int)(all * round)) wait_for_change(cluster_arrivals[index]);
 }
 
 // Runs `body` as every thread of a grid.
 void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);
+// The same, one block after the other; false where somebody waits for ever.
+bool launch_in_turn(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);
+// The next input: length, then bytes; on a multiple of 16.
+std::vector<unsigned char> take();

@@ -97,6 +97,10 @@ BILLFISH_DEVICE float load_smem_float(u32 address) {
     return v;
 }
 
+BILLFISH_DEVICE void store_smem_float(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
 BILLFISH_DEVICE void store_smem_2(u32 address, u32 v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(v)) : "memory");
 }

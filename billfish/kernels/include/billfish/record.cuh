@@ -67,17 +67,56 @@ struct LanePlaces {
     }
 };
 
+// Sums of 16 tokens' x over each group of 128 inputs, for all warps that multiply them, as each would
+// find them; but with tokens as A, half as many products. `to`: [group][8 tokens][pair of tokens] the
+// two sums for rows r, and for rows r + 8, whose raw unit is another.
+template <class T, int kGroup>
+BILLFISH_DEVICE void sum_x(u32 x, u32 to, int lane) {
+    constexpr u32 kOne = Raw<T>::kOneUpper;
+    LanePlaces<16> places;
+    places.x = x + x_smem_offset<16>(lane % 8, lane / 8);
+    float total[4];  // tokens lane / 4 and 8 more, in all columns
+#pragma unroll
+    for (int k32 = 0; k32 < 4; ++k32) {
+        u32 b[2][4];
+        places.load_x(b[0], 0, k32), places.load_x(b[1], 1, k32);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u32 a[4] = {b[0][2 * j], b[1][2 * j], b[0][2 * j + 1], b[1][2 * j + 1]};
+            if ((k32 * 2 + j) * 16 % kGroup == 0)
+                T::mma_first(total, a, kOne, kOne);
+            else
+                T::mma(total, a, kOne, kOne);
+        }
+        if ((k32 + 1) * 32 % kGroup) continue;
+        const bool lower = lane % 2;
+        const float unit = lower ? Raw<T>::kUpper / Raw<T>::kLower : 1.0f;
+        const u32 pair = to + (k32 * 32 / kGroup * 8 + lane / 8) * 16 + lane / 4 % 2 * 4 + lower * 8;
+        if (lane % 4 < 2)
+            store_smem_float(pair, total[0] * unit), store_smem_float(pair + 64, total[2] * unit);
+    }
+}
+
+template <int kTokens>
+BILLFISH_DEVICE void load_sums(float (&sums)[4], int group, int block, u32 from) {
+    const uint4 v = load_smem_16(from + (group * (kTokens / 8) + block) * 64);
+    sums[0] = __uint_as_float(v.x), sums[1] = __uint_as_float(v.y);
+    sums[2] = __uint_as_float(v.z), sums[3] = __uint_as_float(v.w);
+}
+
 // acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() after
 // all of k divides by the raw unit.
 //
-// A warp takes one half of the record's 64 outputs. Every warp sums x itself: one warp that did it
-// for all, with a barrier, was slower (LOG 2026-11-15). The order of all sums is the same for every
-// kTokens. `release` is called at the end with a number that depends on every byte read.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
+// A warp takes one half of the record's 64 outputs. `summed...`: where sum_x has left its sums of x,
+// lane % 4 * 16 bytes on; without it a warp sums x itself. The order of all sums is the same for
+// every kTokens. `release` is called at the end with a number that depends on every byte read.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release,
+          class... Summed>
 BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][kTokens / 8][4],
-                              Release release) {
+                              Release release, Summed... summed) {
     constexpr int kSteps = kGroup / 16;
     constexpr int kBlocks = kTokens / 8;
+    constexpr bool kGiven = sizeof...(Summed) > 0;
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
     constexpr bool kFew = kGroup == 32 && kTokens == 16;  // 96 registers: two blocks an SM
@@ -124,12 +163,14 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
                     const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
-                    if (first) {
+                    if (!kGiven && first)
                         T::mma_first(total[block], kOne, b0, b1);
+                    else if (!kGiven)
+                        T::mma(total[block], kOne, b0, b1);
+                    if (first) {
                         T::mma_first(part[0][block], a[0], b0, b1);
                         T::mma_first(part[1][block], a[1], b0, b1);
                     } else {
-                        T::mma(total[block], kOne, b0, b1);
                         T::mma(part[0][block], a[0], b0, b1);
                         T::mma(part[1][block], a[1], b0, b1);
                     }
@@ -137,6 +178,11 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
             }
             if (!last) continue;
             if (kFew) __syncwarp();  // limits what ptxas hoists; without it, it spills
+            if constexpr (kGiven) {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    load_sums<kTokens>(total[block], group, block, summed...);
+            }
 #pragma unroll
             for (int row = 0; row < 4; ++row) {  // q + 8 row: brick row / 2, upper or lower
                 const u32 half = row / 2 ? bits.y : bits.x;

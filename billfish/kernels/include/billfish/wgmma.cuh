@@ -75,23 +75,26 @@ BILLFISH_DEVICE u64 x_further(u64 descriptor, u32 bytes) {
     C(d[48]), C(d[49]), C(d[50]), C(d[51]), C(d[52]), C(d[53]), \
     C(d[54]), C(d[55]), C(d[56]), C(d[57]), C(d[58]), C(d[59]), \
     C(d[60]), C(d[61]), C(d[62]), C(d[63])
-#define BILLFISH_NAMES_128 BILLFISH_NAMES_64 \
+#define BILLFISH_NAMES_96 BILLFISH_NAMES_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define BILLFISH_SUMS_128(C) BILLFISH_SUMS_64(C), \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define BILLFISH_SUMS_96(C) BILLFISH_SUMS_64(C), \
     C(d[64]), C(d[65]), C(d[66]), C(d[67]), C(d[68]), C(d[69]), \
     C(d[70]), C(d[71]), C(d[72]), C(d[73]), C(d[74]), C(d[75]), \
     C(d[76]), C(d[77]), C(d[78]), C(d[79]), C(d[80]), C(d[81]), \
     C(d[82]), C(d[83]), C(d[84]), C(d[85]), C(d[86]), C(d[87]), \
     C(d[88]), C(d[89]), C(d[90]), C(d[91]), C(d[92]), C(d[93]), \
-    C(d[94]), C(d[95]), C(d[96]), C(d[97]), C(d[98]), C(d[99]), \
-    C(d[100]), C(d[101]), C(d[102]), C(d[103]), C(d[104]), C(d[105]), \
-    C(d[106]), C(d[107]), C(d[108]), C(d[109]), C(d[110]), C(d[111]), \
-    C(d[112]), C(d[113]), C(d[114]), C(d[115]), C(d[116]), C(d[117]), \
-    C(d[118]), C(d[119]), C(d[120]), C(d[121]), C(d[122]), C(d[123]), \
-    C(d[124]), C(d[125]), C(d[126]), C(d[127])
+    C(d[94]), C(d[95])
+#define BILLFISH_NAMES_128 BILLFISH_NAMES_96 \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define BILLFISH_SUMS_128(C) BILLFISH_SUMS_96(C), \
+    C(d[96]), C(d[97]), C(d[98]), C(d[99]), C(d[100]), C(d[101]), \
+    C(d[102]), C(d[103]), C(d[104]), C(d[105]), C(d[106]), C(d[107]), \
+    C(d[108]), C(d[109]), C(d[110]), C(d[111]), C(d[112]), C(d[113]), \
+    C(d[114]), C(d[115]), C(d[116]), C(d[117]), C(d[118]), C(d[119]), \
+    C(d[120]), C(d[121]), C(d[122]), C(d[123]), C(d[124]), C(d[125]), \
+    C(d[126]), C(d[127])
 #define BILLFISH_WGMMA(TAG, TYPE, N, R, A0, A1, A2, A3, B)                                  \
     BILLFISH_DEVICE void wgmma(TAG, float (&d)[R], const u32 (&a)[4], u64 b) {              \
         asm volatile(                                                                       \
@@ -104,7 +107,9 @@ BILLFISH_DEVICE u64 x_further(u64 descriptor, u32 bytes) {
 #define BILLFISH_WIDTHS(TAG, TYPE)                             \
     BILLFISH_WGMMA(TAG, TYPE, 32, 16, 16, 17, 18, 19, 20)          \
     BILLFISH_WGMMA(TAG, TYPE, 64, 32, 32, 33, 34, 35, 36)          \
+    BILLFISH_WGMMA(TAG, TYPE, 96, 48, 48, 49, 50, 51, 52)          \
     BILLFISH_WGMMA(TAG, TYPE, 128, 64, 64, 65, 66, 67, 68)         \
+    BILLFISH_WGMMA(TAG, TYPE, 192, 96, 96, 97, 98, 99, 100)        \
     BILLFISH_WGMMA(TAG, TYPE, 256, 128, 128, 129, 130, 131, 132)
 
 // d (64, 2 R) += a (64, 16) x^T (16, 2 R); d is distributed like mma's, 16 outputs a warp.

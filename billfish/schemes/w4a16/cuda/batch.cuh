@@ -12,7 +12,7 @@
 //     warps 4-11   consumers: two warpgroups, kBands bands each. While the tensor cores multiply 64
 //                  inputs of a band, the weights of the next 64 are decoded
 //     split-K      the block with a tile's first inputs adds the other blocks' sums in the order of
-//                  k: the same bits in every run
+//                  k, or a cluster that shares a tile does: the same bits in every run
 #pragma once
 
 #include "billfish/record.cuh"
@@ -49,7 +49,8 @@ struct Grain {
 };
 
 // `records` is (bands, k tiles) records, `x` maps (m, k) in boxes of 64 inputs x kTokens tokens,
-// `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split. The next
+// `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split; or each is
+// split over a cluster of `splits` blocks. The next
 // kernel may start `early` where every SM has a block, or room for one only; else once all is
 // fetched, because its blocks would crowd on the free SMs and then wait for each other (8192 x
 // 8192, 64 tokens, whole tiles: 58 us instead of 38). `gated`: of every 16 rows the first 8 are
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 
 w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
             u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles, int whole,
-            int stages, bool early, bool gated) {
+            int splits, int stages, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = BatchStage<kGroup, kAsymmetric, kTokens, kBands>;
     using R = Record<kGroup, kAsymmetric>;
@@ -78,7 +79,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     }
     __syncthreads();
 
-    Walk walk(k_tiles, whole, m_tiles * n_tiles);
+    ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits);
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
@@ -89,6 +90,8 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
             if (!early) launch_dependents();  // the first call of a block counts
         }
+        __syncwarp();
+        for (int i = 0; splits > 1 && i < 2; ++i) cluster_arrive(), cluster_wait();
         return;
     }
     take_registers<two_fit(kTokens, kBands) ? 104 : 232>();
@@ -102,31 +105,38 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         {
             u32 a[2][4][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
             for (int i = 0; i < walk.count; ++i) {
-                const u32 stage = places.ring() + slot.index * Stage::kBytes;
+                // The same in all lanes, which ptxas only sees so: else it moves every descriptor to
+                // uniform registers anew, 16 cycles each (8192 x 57344, 32 tokens: 104 -> 89 us).
+                const u32 stage = kept(places.ring() + slot.index * Stage::kBytes, 0);
                 const u64 x_at = x_descriptor(stage);
                 Grain grain[kBands];
+                uint4 words[kBands][2];
                 barrier_wait(places.full(slot.index), slot.parity);
+#pragma unroll
+                for (int unit = 0; unit < 2 * kBands; ++unit)
+                    words[unit / 2][unit % 2] = load_smem_16(
+                        stage + Stage::kRecords + (team * kBands + unit / 2) * Stage::kRecordBytes +
+                        (unit % 2 * 4 + warp) * kBrickBytes + lane * 16);
 #pragma unroll
                 for (int unit = 0; unit < 2 * kBands; ++unit) {
                     const int k64 = unit / kBands, band = unit % kBands;
                     const u32 record =
                         stage + Stage::kRecords + (team * kBands + band) * Stage::kRecordBytes;
-                    const uint4 v =
-                        load_smem_16(record + (k64 * 4 + warp) * kBrickBytes + lane * 16);
-                    const u32 words[4] = {v.x, v.y, v.z, v.w};
+                    const uint4 v = words[band][k64];
+                    const u32 word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                     for (int step = 0; step < 4; ++step) {
                         const int k = k64 * 64 + step * 16;
                         if (k % kGroup == 0)
                             grain[band] = Grain::load<T, R>(record, k / kGroup, warp, lane);
-                        Exact<T>::fragment(words[step], grain[band].scale, grain[band].zero,
+                        Exact<T>::fragment(word[step], grain[band].scale, grain[band].zero,
                                            a[unit % 2][step]);
                     }
                     wgmma_fence();
 #pragma unroll
                     for (int step = 0; step < 4; ++step)  // 32 bytes on
                         wgmma(T(), acc[band], a[unit % 2][step],
-                              x_at + (k64 * kTokens * kXLine + step * 32) / 16);
+                              x_further(x_at, k64 * kTokens * kXLine + step * 32));
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (unit == 0 && i > 0 && lane == 0)  // the slot before has been read
@@ -138,6 +148,33 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             if (lane == 0)
                 barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
         }
+        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const int token_0 = place.m_tile * kTokens;
+        // From the thread's index again: kept over the main loop it would cost registers, and spill.
+        const int mine = thread_index() / 32 - 4;
+        const int row_0 = place.n_tile * kRows + mine / 4 * kBands * kRecordN + mine % 4 * 16;
+        const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
+        if (splits > 1) {
+            const ClusterPlace<kBands * kTokens / 2, float> here(places.ring(), thread);
+            sync_some<1, kTeams * kTeamThreads>();  // the ring has been read
+            here.leave(&acc[0][0]);
+            cluster_arrive_release();
+            cluster_wait();
+            const int rank = blockIdx.x % splits, parts = kTokens / 16;
+#pragma unroll 1
+            for (int part = parts * rank / splits; part < parts * (rank + 1) / splits; ++part) {
+#pragma unroll
+                for (int band = 0; band < kBands; ++band) {
+                    float sums[8];
+                    here.collect(sums, (band * parts + part) * 8, splits);
+                    store_results<T, 16>(sums, bias, out, m, n, token_0 + part * 16,
+                                         row_0 + band * kRecordN, gated, turn, lane);
+                }
+            }
+            cluster_arrive();  // a block stays until all have read its sums
+            cluster_wait();
+            return;
+        }
         MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
         if (walk.first > 0) {
             here.leave(&acc[0][0], lane);
@@ -147,14 +184,10 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
             have += walk.stripe(others + 2) - walk.stripe(others + 1);
         if (others > 0) here.collect(&acc[0][0], others, lane);
-        const TilePlace place(walk.tile, m_tiles, n_tiles);
-        const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
 #pragma unroll
         for (int band = 0; band < kBands; ++band)
-            store_results<T, kTokens>(
-                acc[band], bias, out, m, n, place.m_tile * kTokens,
-                place.n_tile * kRows + (team * kBands + band) * kRecordN + warp * 16, gated, turn,
-                lane);
+            store_results<T, kTokens>(acc[band], bias, out, m, n, token_0,
+                                      row_0 + band * kRecordN, gated, turn, lane);
     }
 #endif
 }

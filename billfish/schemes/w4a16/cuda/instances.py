@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from billfish.kernels import clusters, striped, tiles
+from billfish.kernels import clusters, striped
 from billfish.kernels.device import capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
-from billfish.schemes.w4a16.cuda import arrange
+from billfish.schemes.w4a16.cuda import arrange, batch
 from billfish.schemes.w4a16.scheme import W4A16
 
 HERE = Path(__file__).parent
@@ -103,5 +103,5 @@ def programs(
         tokens = stripe_tokens(kind, dtype)
         kernels = [few_kernel(kind, dtype, t, striped.BANDS[t]) for t in tokens]
     if runs_batches(kind, dtype, arch):
-        kernels += [batch_kernel(kind, dtype, *instance) for instance in tiles.INSTANCES]
+        kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

@@ -55,7 +55,7 @@ class Plan:
         self.paths: dict[tuple[int, bool, bool], Path] = {}
         self.batches: dict[tuple[int, int], Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
-            for instance in tiles.INSTANCES:
+            for instance in batch.INSTANCES:
                 self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
 
     def batch(
@@ -92,16 +92,19 @@ class Plan:
             how.n_tiles,
             self.k_tiles,
             how.whole,
+            cut.splits,
             how.stages,
             how.early,
             gated,
         )
         kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
+        kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.splits, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
-        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
-        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
+        kind = self.kind
+        how = tile.pick_tile(tokens, self.n, kind.record_bytes, kind.group, gpu(index))
+        threads = tile.threads(kind.group, tokens, how.bands)
+        kernel = few_kernel(kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
 
         def run(
@@ -119,7 +122,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
+            kernel.launch(how.blocks, threads, arguments, how.smem, clusters.CLUSTER, True)
 
         return run
 

@@ -23,7 +23,10 @@ from billfish.schemes.w4a16.scheme import W4A16
 HOPELESS = 2.0  # times the shortest time that the cost model expects
 SCHEME, DTYPE = W4A16(4, 128), torch.float16
 TABLE = batch.TABLE
-MEASURED = "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes], us of the fastest"
+MEASURED = (
+    "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes, splits], us of the "
+    "fastest"
+)
 
 
 def check(rows: tuple[int, ...]) -> None:
@@ -37,7 +40,10 @@ def check(rows: tuple[int, ...]) -> None:
 
 def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[tiles.Launch]:
     """Configurations that fit and are not hopeless by the cost model, the most promising first."""
-    fit = (tiles.launch(cut, m, n, k_tiles, record_bytes, card) for cut in tiles.cuts())
+    fit = (
+        tiles.launch(cut, m, n, k_tiles, record_bytes, card)
+        for cut in tiles.cuts(batch.INSTANCES, batch.COSTS.clusters)
+    )
     found = sorted(
         (tiles.model_us(how, k_tiles, card, batch.COSTS), i, how)
         for i, how in enumerate(fit)
@@ -65,10 +71,11 @@ def search_layer(
         timings = []
         for how in worth_trying(m, n, how_it_runs.k_tiles, how_it_runs.kind.record_bytes, found):
             cut = how.cut
-            say(f"{k} x {n}, m = {m}: {cut.tokens} x {cut.bands} x {cut.stripes}")
+            numbers = [cut.tokens, cut.bands, cut.stripes, cut.splits]
+            say(f"{k} x {n}, m = {m}: {numbers}")
             how_it_runs.cuts[m, False] = how
             timing = card.time([partial(op, x) for op in ops], launches, "pdl")
-            timings.append((timing.median, [cut.tokens, cut.bands, cut.stripes]))
+            timings.append((timing.median, numbers))
         del how_it_runs.cuts[m, False]
         us, best = min(timings)
         layer["cuts"][str(m)], layer["us"][str(m)] = best, round(us, 1)

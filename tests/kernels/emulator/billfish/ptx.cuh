@@ -45,6 +45,7 @@ inline void store_matrices_turned(u32 a, const u32 (&v)[4]) {
     meet(warp.gate, 32);
 }
 inline float load_smem_float(u32 a) { return read<float>(a); }
+inline void store_smem_float(u32 to, float v) { write(smem_at(to, 4), &v, 4); }
 inline void store_smem_2(u32 to, u32 v) {
     const u16 lower = v;
     write(smem_at(to, 2), &lower, 2);
@@ -70,7 +71,7 @@ inline void copy_async_16(u32 to, const void* from, u64 policy) {
     demand(policy == 7, "a policy that is none");
     begin_copy(to, from, 16);
 }
-inline void commit_copies() { current->groups.emplace_back(); }
+inline void commit_copies() { commit_group(); }
 template <int kPending>
 inline void wait_copies() { wait_groups(kPending); }
 
@@ -103,7 +104,10 @@ inline void barrier_arrive_after(u32 b, float, bool mine) {
 inline void barrier_arrive_expect(u32 b, u32 bytes) { barrier_at(b).arrive(bytes); }
 inline void barrier_arrive_after_copies(u32 b) { arrive_after_copies(barrier_at(b)); }
 inline bool barrier_try_wait(u32 b, u32 parity) { return barrier_at(b).done(parity); }
-inline void barrier_wait(u32 b, u32 parity) { while (!barrier_try_wait(b, parity)) yield(); }
+inline void barrier_wait(u32 b, u32 parity) {
+    const Barrier& barrier = barrier_at(b);
+    while (!barrier.done(parity)) wait_for_change(barrier.phase);
+}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
     demand(policy == 7 && bytes % 16 == 0 && to % 16 == 0 && (u64)from % 16 == 0, "bulk copy");
     begin_bulk(to, from, bytes, barrier_at(b));
