@@ -12,7 +12,15 @@ from billfish.checkpoints.experts import unfused
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
-from billfish.models.experts import Choice, Experts, gates_of, idle_experts, leaves_of, routed
+from billfish.models.experts import (
+    Choice,
+    Experts,
+    gates_of,
+    idle_experts,
+    is_fused,
+    leaves_of,
+    routed,
+)
 
 CPU = torch.device("cpu")
 
@@ -44,6 +52,15 @@ def test_single_experts_compute_what_fused_ones_compute(tmp_path, architecture):
         linear.weight = torch.nn.Parameter(torch.zeros(linear.weight.shape))
         changed = model.run(1, seen[0], arguments)
         assert not torch.allclose(changed, seen[1], rtol=1e-3, atol=1e-4)
+
+
+def test_experts_of_transformers_without_a_word_on_norms_are_taken_over(tmp_path):
+    path = write_checkpoint(tmp_path / "model", "MixtralForCausalLM")
+    experts = transformers.MixtralForCausalLM.from_pretrained(path).model.layers[0].mlp.experts
+    vars(experts).pop("has_post_expert_norm", None)  # up to transformers 5.17
+    assert is_fused(experts)
+    experts.has_post_expert_norm = True
+    assert not is_fused(experts)
 
 
 def test_names_come_from_the_table_of_transformers():
