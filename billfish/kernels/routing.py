@@ -5,6 +5,7 @@ Nothing is read back, so that all of it can be captured in a CUDA graph.
 """
 
 import functools
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,17 @@ def most_items(pairs: int, experts: int, tokens: int) -> int:
 def likely_experts(pairs: int, experts: int) -> float:
     """Of experts drawn at random."""
     return experts * (1 - (1 - 1 / experts) ** pairs)
+
+
+def likely_items(pairs: int, experts: int, tokens: int) -> float:
+    """Of experts drawn at random, as pairs of each are spread about normally: many pairs."""
+    mean = pairs / experts
+    deviation = math.sqrt(2 * mean * (1 - 1 / experts)) or 1.0
+    items, more, first = 0.0, 1.0, 0
+    while more > 1e-4:  # the share of experts that have more than `first` pairs
+        more = math.erfc((first + 0.5 - mean) / deviation) / 2
+        items, first = items + more, first + tokens
+    return experts * items
 
 
 def table_bytes(pairs: int, experts: int, own: int, tokens: int) -> int:

@@ -129,7 +129,7 @@ def batches():
         how = tiles.launch(cut, 300, 8192, 64, size, H200)
         yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
         if how is not None:
-            stage = f"BatchStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
+            stage = f"DecodedStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
             yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
 
 
@@ -276,8 +276,9 @@ def experts():
 
 
 def experts_batch():
+    yield "kLeastStripe", tiles.LEAST_STRIPE
     for ((group, zeros), size), pairs in itertools.product(records(), (2000, 6000, 10000, 32768)):
-        how = experts_tile.many(pairs, 128, 1536, 16, size, H200)
+        how, _ = experts_tile.many(pairs, 128, ((1536, 16), (2048, 6)), size, H200)
         stage = f"DecodedStage<{group}, {zeros}, {how.cut.tokens}, {how.cut.bands}>::kBytes"
         yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
 

@@ -22,16 +22,19 @@ int main(int, char** arguments) {
         source_end[i] = source_begin[i] + inputs[i]->size() - 16;
     }
     std::vector<u16> out(results + 64, 0xfffe);
+    std::vector<float> workspace(grid * 256 * 128, NAN);
+    std::vector<u32> locks(grid * 8, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
 #ifdef BATCH
         const TensorMap map{(const u16*)x.data(), pairs, k, TOKENS};
-        KERNEL(records.data(), map, (const u32*)table.data(), out.data(), n, own, k_tiles, stages, known, gated);
+        KERNEL(records.data(), map, (const u32*)table.data(), out.data(), workspace.data(), locks.data(), n, own, k_tiles, stages, known, gated);
 #else
         KERNEL(records.data(), (const u16*)x.data(), (const u32*)table.data(), out.data(), pairs, each, experts, n,
                (n + 63) / 64, k, k_tiles, stages, own, table_bytes, known, gated);
 #endif
     });
+    for (u32 lock : locks) demand(lock == 0, "a lock that is left");
     for (int i = results; i < results + 64; ++i) demand(out[i] == 0xfffe, "a store behind the result");
     fwrite(out.data(), 2, results, stdout);
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from billfish.errors import UserError
-from billfish.kernels import clusters, jit, tensor_map, tiles
+from billfish.kernels import clusters, jit, tensor_map, tiles, workspace
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
@@ -62,9 +62,11 @@ class CudaExperts:
         if experts_tile.runs_few(index.numel(), len(self.down.records)):
             rows = run.few(self.down, run.few(self.gate_up, x, index, True), index, False)
         else:
-            routed = run.route(self.gate_up, index)
-            rows = run.many(self.gate_up, run.router.gather(x, routed.place), routed, True)
-            rows = run.many(self.down, rows, routed, False)
+            first, second = run.launches((self.gate_up, self.down), index.numel())
+            routed = run.router.route(index, len(self.down.records), first.cut.tokens)
+            rows = run.router.gather(x, routed.place)
+            rows = run.many(first, self.gate_up, rows, routed, True)
+            rows = run.many(second, self.down, rows, routed, False)
         place = None if routed is None else routed.place
         return run.router.combine(rows, place, weights.contiguous())
 
@@ -112,13 +114,18 @@ class ExpertsPlan:
         kernel.launch(how.blocks, experts_tile.THREADS, arguments, how.smem, clusters.CLUSTER, True)
         return out
 
-    def route(self, stack: Stack, index: Tensor) -> Routed:
-        how = self._cut(stack, index.numel())
-        return self.router.route(index, len(stack.records), how.cut.tokens)
+    def launches(self, stacks: Sequence[Stack], pairs: int) -> tuple[tiles.Launch, ...]:
+        """Of `many`, for the linears of a layer."""
+        layer = tuple((stack.n, stack.records.shape[2]) for stack in stacks)
+        sizes = (len(stacks[0].records), layer, self.kind.record_bytes)
+        return experts_tile.many(pairs, *sizes, self.gpu)
 
-    def many(self, stack: Stack, x: Tensor, routed: Routed, gated: bool) -> Tensor:
+    def many(
+        self, how: tiles.Launch, stack: Stack, x: Tensor, routed: Routed, gated: bool
+    ) -> Tensor:
         """A row for each pair, at the pair's place."""
-        pairs, how = len(x), self._cut(stack, len(x))
+        pairs, sums = len(x), how.blocks * how.cut.tokens * how.cut.outputs
+        left = workspace.of_stream(self.gpu.index, sums, how.blocks * tiles.FLAGS)
         out = x.new_empty(pairs, stack.n // 2 if gated else stack.n)
         rows = tensor_map.of_rows(x.data_ptr(), pairs, stack.k, how.cut.tokens)
         arguments = (
@@ -126,6 +133,7 @@ class ExpertsPlan:
             rows,
             routed.items.data_ptr(),
             out.data_ptr(),
+            *(part.data_ptr() for part in left),
             stack.n,
             how.n_tiles,
             stack.records.shape[2],
@@ -136,11 +144,6 @@ class ExpertsPlan:
         kernel = self._many[how.cut.tokens, how.cut.bands]
         kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, pdl=True)
         return out
-
-    def _cut(self, stack: Stack, pairs: int) -> tiles.Launch:
-        experts, _, k_tiles, _ = stack.records.shape
-        sizes = (pairs, experts, stack.n, k_tiles)
-        return experts_tile.many(*sizes, self.kind.record_bytes, self.gpu)
 
 
 @cache

@@ -1,10 +1,11 @@
 """Launches of w4a16_experts and w4a16_experts_batch: pure functions of sizes, tested without a GPU.
 
 The host knows how many pairs of a token and an expert there are, not how they are spread: sizes
-hold for every spread, and choices suit a random one. The limits below are reasoned, not timed.
+hold for every spread, and choices suit a random one. Limits of few tokens are reasoned, not timed.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from billfish.kernels import routing, tiles
@@ -19,10 +20,13 @@ from billfish.kernels.clusters import (
 )
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import SLICE, Cut
+from billfish.schemes.w4a16.cuda.batch import COSTS
 
 THREADS = 320  # two producer warps, eight that multiply
 TOKENS = (8, 16)  # of an item of w4a16_experts
-INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2))  # rows of an item, bands; w4a16_experts_batch
+# Rows of an item and bands, of w4a16_experts_batch. With split tiles no others are cheaper by COSTS,
+# but (256, 1) with thousands of rows an expert, by 1 %.
+INSTANCES = ((32, 2), (64, 2), (96, 2), (128, 2))
 ALIGN = 128  # of stages
 MOST_PAIRS = 2048  # that a block sorts by itself: 7 for each thread, 4 KB
 FEW_ROWS = 8  # of an expert: beyond, every second item of 16 would not be the expert's only one
@@ -66,14 +70,30 @@ def few(pairs: int, experts: int, n: int, record_bytes: int, gpu: Gpu) -> Few:
 
 @lru_cache(4096)
 def many(
-    pairs: int, experts: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu
-) -> tiles.Launch:
-    """Items as long as most experts have rows, so that weights are decoded once: a random spread
-    of r rows an expert has a deviation of sqrt(r)."""
-    rows = pairs / experts
-    instance = next((each for each in INSTANCES[:-1] if rows + rows**0.5 <= each[0]), INSTANCES[-1])
-    items = routing.most_items(pairs, experts, instance[0])
-    cut = Cut(*instance, 0)
-    how = tiles.launch(cut, items * cut.tokens, n, k_tiles, record_bytes, gpu)
+    pairs: int, experts: int, layer: tuple[tuple[int, int], ...], record_bytes: int, gpu: Gpu
+) -> tuple[tiles.Launch, ...]:
+    """Launches of w4a16_experts_batch for a layer's linears, (n, k tiles) each, which share items:
+    long ones decode weights once, and leave rows empty."""
+
+    def us(instance: tuple[int, int]) -> float:
+        items = routing.likely_items(pairs, experts, instance[0])
+        return sum(many_us(instance, items, *linear, gpu) for linear in layer)
+
+    best = min(INSTANCES, key=us)
+    return tuple(launch(Cut(*best, 0), *linear, record_bytes, gpu) for linear in layer)
+
+
+def many_us(instance: tuple[int, int], items: float, n: int, k_tiles: int, gpu: Gpu) -> float:
+    """Expected time, as w4a16_batch's; tiles are split where that is quicker."""
+    each = items * -(-n // Cut(*instance, 0).outputs) / gpu.sms  # tiles of an SM
+    size, (constant, more) = instance[0] * instance[1] / 32, COSTS.meeting_us
+    stage = COSTS.stage_us[instance] * (1 + COSTS.busy)
+    tile = k_tiles * stage + COSTS.tile_us * size
+    return min(math.ceil(each) * tile, each * tile + constant + more * size)
+
+
+def launch(cut: Cut, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> tiles.Launch:
+    """On all SMs: blocks find out how many tiles there are."""
+    how = tiles.launch(cut, cut.tokens, n, k_tiles, record_bytes, gpu)
     assert how is not None, "each fits in a Hopper SM"
-    return how
+    return replace(how, blocks=gpu.sms * cut.per_sm)
