@@ -155,6 +155,8 @@ FEW = [
     (5, 2, 200, 640, W4A16(4, 128), FP16, 4, False, ("one token", "17 of one")),
     (4, 2, 65, 104, W4A16(4, -1), BF16, 2, False, ("one expert", "17 of one")),
     (9, 3, 272, 384, W4A16(4, 64, False), BF16, 6, True, ("one token", "one expert")),
+    # One pass for each of six clusters, two have none.
+    (9, 3, 256, 384, W4A16(4, 128), FP16, 16, True, ("one token", "one expert")),
     (70, 4, 48, 128, W4A16(4, 32, False), FP16, 4, True, ("one token", "many")),
     (3, 1, 320, 128, W4A16(4, 32), FP16, 8, False, ("one token", "17 of one", "many")),
 ]
@@ -387,6 +389,8 @@ MISTAKES = [
     ("experts", r"bands - band", "kExpertsBands"),
     ("routing", r"token \+= __popc\(all\);", ";"),
     ("routing", r"- \(v >> 16\) \* kTokens", ""),
+    ("one token: routing", r"index - item \* passes", "0"),
+    ("one token: routing", r"all & \(1u << first\) - 1", "all"),
     ("experts_batch", r"if \(others > 0\) here", "if (others > 1) here"),
     ("experts_batch", r"k_tiles \+ walk\.first\)", "k_tiles)"),
 ]
@@ -408,6 +412,7 @@ def breaks_many(case, compiled, run, text):
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
 def test_the_emulator_sees_mistakes(mistake, compiled, router):
     where, pattern, replacement = mistake
+    name, _, where = where.rpartition(": ")
     include = PACKAGE / "kernels" / "include" / "billfish"
     path = (include if where == "routing" else FOLDER) / f"{where}.cuh"
     broken, count = re.subn(pattern, replacement, path.read_text())
@@ -415,10 +420,10 @@ def test_the_emulator_sees_mistakes(mistake, compiled, router):
     if where == "experts_batch":
         assert breaks_many(MANY[-2], compiled, router(FP16), (path.name, broken))
         return
-    made, index = Case(5, 330, 2560, W4A16(4, 128), FP16), routings(5, 2)["17 of one"]
+    made, index = Case(5, 330, 2560, W4A16(4, 128), FP16), routings(5, 2)[name or "17 of one"]
     x = made.x(len(index))
     try:
-        y = made.few(compiled, x, index, 4, 1, text=(path.name, broken))
+        y = made.few(compiled, x, index, 16 if name else 4, 1, text=(path.name, broken))
     except AssertionError:
         return  # the emulator stopped it
     assert not torch.allclose(y.double(), made.wanted(x, index), rtol=1e-2, atol=1e-2)

@@ -3,7 +3,8 @@
 // w4a16_decode's main loop over other work: items (an expert and up to kTokens of its tokens) x
 // bands of 64 outputs lie end to end, and every cluster gets the same share of them (routing.cuh).
 //
-//     cluster c of C:  [c, c + 1) / C of all items' bands, in passes of up to four of one item
+//     cluster c of C:  [c, c + 1) / C of all items' bands, in passes of up to four of one item, or
+//                      one such pass, where there are no more
 //     block r of 2:    inputs [r, r + 1) / 2 of each pass, in slices of 128
 //
 //     prologue         every block sorts the pairs that concern it
@@ -88,17 +89,17 @@ w4a16_experts(const unsigned char* __restrict__ records, const u16* x, const u32
         barrier_init(reduced + 8, 1);
         barrier_init_fence();
     }
-    routing.template clear<kExpertsThreads>();
+    routing.template clear<kExpertsThreads>(pairs);
     if (!known) dependency_wait();
     launch_dependents();
-    routing.template make<kExpertsThreads>(index, pairs, bands);
+    routing.template make<kExpertsThreads, kExpertsBands>(index, pairs, bands);
     cluster_arrive();
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0) {
         if (lane == 0) {
             const int k_begin = k_tiles * cluster_rank() / kCluster, rounds = slices(k_tiles);
-            const ItemSpan span = routing.span(bands);
+            const ItemSpan span = routing.span();
             const u64 policy = evict_first_policy();
             const u64 band_bytes = static_cast<u64>(k_tiles) * Stage::kRecordBytes;
             Slot slot;
@@ -131,7 +132,7 @@ w4a16_experts(const unsigned char* __restrict__ records, const u16* x, const u32
     }
     if (warp == 1) {
         // Lanes 0-15 copy even tokens, 16-31 odd ones, as in w4a16_decode.
-        const ItemSpan span = routing.span(bands);
+        const ItemSpan span = routing.span();
         const int k_begin = k_tiles * cluster_rank() / kCluster, rounds = slices(k_tiles);
         const int chunk = lane % 16;
         const u32 to = ring + Stage::kX + x_smem_offset<kTokens>(lane / 16, chunk);
@@ -176,8 +177,8 @@ w4a16_experts(const unsigned char* __restrict__ records, const u16* x, const u32
     cluster_wait();     // the other block's barriers must exist before the first remote store
     dependency_wait();  // rather than polling a barrier until x arrives
     // The band, and in the upper two bits the pass's number: one register for both.
-    u32 where = routing.span(bands).begin;
-    while (at_of(where) < routing.span(bands).end) {
+    u32 where = routing.span().begin;
+    while (at_of(where) < routing.span().end) {
         float acc[2][kTokens / 8][4] = {};
         const auto stage = [&](auto read) {
             barrier_wait(full + 8 * slot.index, slot.parity);
@@ -188,14 +189,14 @@ w4a16_experts(const unsigned char* __restrict__ records, const u16* x, const u32
             places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
         };
         int rounds = slices(k_tiles);  // in two loops: a flag in one of them spills
-        if (Me().band < ItemPass(at_of(where), routing.span(bands), bands).have)
+        if (Me().band < ItemPass(at_of(where), routing.span(), bands).have)
             for (; rounds > 0; --rounds)
                 stage([&](auto release) {
                     multiply<T, T, kGroup, kAsymmetric, kTokens>(places, acc, release);
                 });
         for (; rounds > 0; --rounds) stage([](auto release) { release(0); });
         // Two buffers of sums, as in w4a16_decode: a block can be one pass ahead.
-        const ItemPass pass(at_of(where), routing.span(bands), bands);
+        const ItemPass pass(at_of(where), routing.span(), bands);
         const Me me;
         const int rank = cluster_rank();
         const int m = routing.tokens(pass.item), rows = pass.have * (kRecordN / kCluster);

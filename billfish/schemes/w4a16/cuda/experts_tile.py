@@ -24,8 +24,8 @@ from billfish.schemes.w4a16.cuda.batch import COSTS
 
 THREADS = 320  # two producer warps, eight that multiply
 TOKENS = (8, 16)  # of an item of w4a16_experts
-# Rows of an item and bands, of w4a16_experts_batch. With split tiles no others are cheaper by COSTS,
-# but (256, 1) with thousands of rows an expert, by 1 %.
+# Rows of an item and bands, of w4a16_experts_batch. Where tiles are split no others are cheaper by
+# COSTS, but (256, 1) with thousands of rows an expert, by 1 %.
 INSTANCES = ((32, 2), (64, 2), (96, 2), (128, 2))
 ALIGN = 128  # of stages
 MOST_PAIRS = 2048  # that a block sorts by itself: 7 for each thread, 4 KB
