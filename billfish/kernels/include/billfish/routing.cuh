@@ -14,8 +14,8 @@ namespace billfish {
 
 // A cluster's share: bands [begin, end) of all items laid end to end, in passes of up to
 // `at_once` of one item. Where one pass suffices for each cluster, no share reaches into a second
-// item, which would be a pass more (one token of 8 experts x 24 bands on 66 clusters: 3 bands of one
-// item for 64 of them, instead of two passes for seven).
+// item, which would be a pass more (one token, 8 experts x 24 bands, 66 clusters: 64 of them have 3
+// bands of one item, instead of two passes for seven).
 struct ItemSpan {
     int begin, end, most;
     static BILLFISH_DEVICE ItemSpan of(u32 items, u32 bands, u32 at_once) {

@@ -71,11 +71,11 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
 #pragma unroll 1
     while (walk.next()) {
         float acc[kBands][kTokens / 2] = {};
-        multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands>(acc, slot, walk.count, stages, places,
-                                                               thread);
+        multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands>(acc, slot, walk.count, stages,
+                                                               places, thread);
         const TilePlace place(walk.tile, m_tiles, n_tiles);
         const int token_0 = place.m_tile * kTokens;
-        // From the thread's index again: kept over the main loop it would cost registers, and spill.
+        // From the thread's index again: kept over the main loop it would cost registers and spill.
         const int mine = thread_index() / 32 - 4;
         const int row_0 = place.n_tile * kRows + mine / 4 * kBands * kRecordN + mine % 4 * 16;
         const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;

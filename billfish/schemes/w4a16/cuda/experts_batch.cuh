@@ -121,8 +121,8 @@ w4a16_experts_batch(const unsigned char* __restrict__ records, const __grid_cons
 #pragma unroll 1
     while (walk.next()) {
         float acc[kBands][kTokens / 2] = {};
-        multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands>(acc, slot, walk.count, stages, places,
-                                                               thread);
+        multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands>(acc, slot, walk.count, stages,
+                                                               places, thread);
         MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
         if (walk.first > 0) {
             here.leave(&acc[0][0], lane);
