@@ -287,6 +287,30 @@ def test_w4ax_products():
     says(f"up to {math.ceil(max(more))} us for ordering and rotating x")
 
 
+def test_experts():
+    told, names = load("h200-experts.json"), ("Qwen3-30B-A3B", "Mixtral 8x7B")
+    assert told["complete"] and told["date"].startswith("2026-11-18")
+    found = {(each["name"], each["m"]): each for each in told["points"]}
+    rows = []
+    for name, known in zip(names, ("qwen3-30b-a3b", "mixtral-8x7b"), strict=True):
+        points = [found[known, m] for m in (1, 16, 64, 256)]
+        times = {
+            "w4a16": [each["us"]["pdl"]["median"] for each in points],
+            "PyTorch, bf16": [each["grouped_us"] for each in points],
+            "floor": [each["floor_us"] for each in points],
+        }
+        for place, (label, us) in enumerate(times.items()):
+            rows.append(row("" if place else name, label, *(f"{each:.1f}" for each in us)))
+    table(rows)
+    says(
+        f"One token of Qwen3's layer reaches {found['qwen3-30b-a3b', 1]['roofline']:.0%}".replace(
+            "%", " %"
+        ),
+        f"256 tokens of Mixtral's are {found['mixtral-8x7b', 256]['speedup']:.2f} times as fast",
+        "`billfish bench experts`",
+    )
+
+
 def test_w4ax_decodes():
     rows = []
     prompts = load("h200-prefill-8b-w4ax.json")["variants"]

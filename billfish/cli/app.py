@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from billfish.cli import bench, checkpoints, kernels, quantize, run, serve, show, signals
+from billfish.cli import bench, checkpoints, experts, kernels, quantize, run, serve, show, signals
 from billfish.cli.options import Json
 from billfish.errors import Interrupted, UserError
 
@@ -49,6 +49,7 @@ for name, command, example in (
     ("doctor", doctor, "--json"),
 ):
     app.command(name, epilog=f"Example: billfish {name} {example}")(command)
+bench.app.command("experts", epilog=experts.EXAMPLE)(experts.bench_experts)
 app.add_typer(bench.app)
 app.add_typer(kernels.app)
 

@@ -43,6 +43,34 @@ def kernels(result: Result) -> None:
             out.print(f"{where}, m = {told['m']}: {told['error']}", markup=False)
 
 
+def experts(result: Result) -> None:
+    card, peaks = result["card"], result["peaks"]
+    read = f"{peaks['bytes_per_s'] / 1e12:.2f} TB/s read, {peaks['flop_per_s'] / 1e12:.0f} TFLOP/s"
+    lines([("card", f"{card['name']}, {card['arch']}"), ("roof", read), ("date", result["date"])])
+    modes = result["request"]["modes"]
+    columns = ["m", "active", "MB", *(f"{mode} us" for mode in modes), "floor us", "of roof"]
+    for name in dict.fromkeys(point["name"] for point in result["points"]):
+        points = [point for point in result["points"] if point["name"] == name]
+        one = points[0]
+        sizes = (
+            f"{one['experts']} experts, {one['several']} a token, {one['hidden']}, {one['wide']}"
+        )
+        rows = [
+            [
+                point["m"],
+                f"{point['active']:.0f}",
+                f"{point['bytes'] / 1e6:.1f}",
+                *(_fixed(point["us"][mode]["median"]) for mode in modes),
+                _fixed(point["floor_us"]),
+                f"{100 * point['roofline']:.0f} %",
+                _fixed(point["grouped_us"]),
+                "-" if point["speedup"] is None else f"{point['speedup']:.2f}",
+            ]
+            for point in points
+        ]
+        table(f"\n{name}: {sizes}", [*columns, "16-bit grouped us", "speed-up"], rows)
+
+
 def sustained(result: Result) -> None:
     rows = []
     for point in result["points"]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from billfish.errors import UserError
-from billfish.models.joined import Product, gated, joined, side_by_side
+from billfish.models.experts import Choice, Experts
+from billfish.models.joined import Product, gated, joined, side_by_side, stack
 from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
 
@@ -133,6 +134,7 @@ class Decoder:
         # Layers whose MLP is a router with experts: transformers' module, or models/experts.py's
         # for packed ones.
         self.mixtures = {i for i, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+        self._choices = {index: self._stack(self.layers[index].mlp) for index in self.mixtures}
         dense = {i: layer.mlp for i, layer in enumerate(self.layers) if i not in self.mixtures}
         self._gated = {i: _gated(mlp) for i, mlp in dense.items()}
         self._gate_up = {
@@ -229,6 +231,30 @@ class Decoder:
         the product's epilogue; None if its op has no such kernel."""
         return self._gated[index]
 
+    def mixture(self, index: int, x: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, hidden): router and experts of a layer."""
+        mlp, choice = self.layers[index].mlp, self._choices[index]
+        if choice is None:
+            mixed: Tensor = mlp(x[None])[0]
+            return mixed
+        op, logits = mlp.experts.op, nn.functional.linear(x, mlp.gate.weight)
+        sums: Tensor = op(x, *op.choose(logits, choice.several, choice.normalized, choice.dtype))
+        return sums
+
+    def _stack(self, mlp: Any) -> Choice | None:
+        """Lets the experts of a mixture run as one op, if they can; then how its router chooses,
+        where the two are all of it and the op can choose alike."""
+        if not isinstance(mlp.experts, Experts):
+            return None
+        stack(mlp.experts, self.embed.weight.dtype)
+        plain = {name for name, _ in mlp.named_children()} == {"gate", "experts"}
+        return Choice.of(mlp.gate) if plain and mlp.experts.op is not None else None
+
+    def slow_mixtures(self) -> bool:
+        """Whether experts of a layer run one after the other, as many as the host has counted."""
+        mlps = (self.layers[index].mlp for index in self.mixtures)
+        return any(getattr(mlp.experts, "op", None) is None for mlp in mlps)
+
     def _project(
         self, index: int, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +271,7 @@ class Decoder:
     def _mlp(self, index: int, x: Tensor) -> Tensor:
         mlp = self.layers[index].mlp
         if index in self.mixtures:
-            mixed: Tensor = mlp(x[None])[0]
-            return mixed
+            return self.mixture(index, x)
         gated = self.gated(index)
         if gated is not None:
             y = gated(x)

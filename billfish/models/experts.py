@@ -3,17 +3,22 @@ packed, in place of transformers' fused weights.
 
 Routers stay transformers' own: they call Experts with each token's experts and their weights. An
 expert runs once a call, on all tokens that are routed to it; experts without tokens do not run.
+Where their op can, all experts run in a few launches instead (ExpertsOp).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear, silu
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
+
+from billfish.schemes.base import ExpertsOp, watched
 
 Leaves = tuple[str, str, str]  # names of gate, up and down
 rules_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
@@ -46,6 +51,12 @@ class Gating(nn.Module):
         up = gate.flip(0) * 8
         return torch.allclose(self(gate, 0.5 * up), 0.5 * self(gate, up), rtol=1e-4, atol=1e-5)
 
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(gate) * up; found by trial."""
+        gate = torch.linspace(-9, 9, 64)
+        up = gate.flip(0) * 8
+        return torch.allclose(self(gate, up), silu(gate) * up, rtol=1e-4, atol=1e-5)
+
 
 class Expert(nn.Module):
     """Gate, up and down, under the names that the checkpoint has for them."""
@@ -74,6 +85,7 @@ class Experts(nn.Module):
         self.leaves, self.gating = leaves, Gating(fused)
         for expert in range(self.count):
             self.add_module(str(expert), Expert(leaves, hidden, both // 2, **how))
+        self.op: ExpertsOp | None = None  # all experts at once: models/joined.py, stack
         self.lend: Lend | None = None  # values of parameters that are on the meta device
         self.idle = False
 
@@ -81,11 +93,16 @@ class Experts(nn.Module):
         """(tokens, hidden) of tokens whose experts are `index` (tokens, experts a token)."""
         if self.idle:
             return stand_in(hidden, index, weights)
+        if self.op is not None and not watched(hidden):
+            return self.op(hidden, index, weights)
         out = torch.zeros_like(hidden, dtype=torch.float32)
         for expert, rows, places in routed(index, self.count):
             y = self.run(expert, hidden[rows]) * weights[rows, places, None]
             out.index_add_(0, rows, y.float())  # a token is in `rows` once: the order is fixed
         return out.to(hidden.dtype)
+
+    def all(self) -> list[nn.Module]:
+        return [self.get_submodule(str(expert)) for expert in range(self.count)]
 
     def run(self, expert: int, x: Tensor) -> Tensor:
         """Output of one expert for its tokens."""
@@ -97,6 +114,47 @@ class Experts(nn.Module):
         assert self.lend is not None, f"expert {expert} has no weights"
         lent: Tensor = functional_call(module, self.lend(expert, absent), (x, self.gating))
         return lent
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Experts":
+        """For `.to(device or dtype)`: the op is made for one device; its parts are moved."""
+        self.op = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses: the largest of the softmax of a linear's outputs."""
+
+    several: int
+    normalized: bool  # weights of a token add up to 1
+    dtype: torch.dtype  # of weights
+
+    @classmethod
+    def of(cls, router: Any) -> "Choice | None":
+        """The choice of transformers' router, found by trial; None if it is another one."""
+        weight = getattr(router, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            return None
+        source = torch.Generator().manual_seed(0)
+        x = torch.randn(64, weight.shape[1], generator=source).to(weight.device, weight.dtype)
+        given = router(x)
+        if not isinstance(given, tuple) or len(given) != 3:
+            return None
+        _, weights, index = given
+        for normalized in (False, True):
+            made = cls(index.shape[-1], normalized, weights.dtype)
+            mine, order = made(linear(x, weight))
+            if torch.equal(order, index) and torch.allclose(mine, weights, rtol=1e-3):
+                return made
+        return None
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts, (tokens, several) each."""
+        found, index = logits.softmax(-1, dtype=torch.float32).topk(self.several, -1)
+        if self.normalized:
+            found = found / found.sum(-1, keepdim=True)
+        return found.to(self.dtype), index
 
 
 def routed(index: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -137,7 +195,9 @@ def is_fused(module: nn.Module) -> bool:
     """Whether these are experts of transformers in a layout that Experts can take over."""
     parts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     layout = all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_bias"))
-    plain = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", True)
+    # transformers says so of norms behind experts since it has a model with them; 5.17 does not.
+    norm = getattr(module, "has_post_expert_norm", False)
+    plain = getattr(module, "has_gate", False) and not norm
     return layout and plain and all(isinstance(p, Tensor) and p.ndim == 3 for p in parts)
 
 

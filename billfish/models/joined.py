@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from billfish.models.experts import Experts
 from billfish.models.linear import QuantLinear
 from billfish.schemes.base import GatedOp, LinearOp, together
 
@@ -73,6 +74,22 @@ def gated(module: nn.Module, *names: str) -> GatedOp | None:
         for linear, part in zip(linears, op.parts, strict=True):
             linear.op = part
     return op
+
+
+def stack(experts: Experts, dtype: torch.dtype) -> None:
+    """Let all experts run as one op, for activations of `dtype`; unchanged if they are not packed,
+    their op has no such kernels, or they compute anything but SwiGLU without biases."""
+    linears: list[list[Any]] = [list(expert.children()) for expert in experts.all()]
+    plain = all(type(one) is QuantLinear and one.bias is None for each in linears for one in each)
+    if experts.op is not None or not plain or not experts.gating.is_swiglu():
+        return
+    ops = [_ops(each) for each in linears]
+    kinds = {type(op) for each in ops for op in each}
+    experts.op = kinds.pop().stack(ops, dtype) if len(kinds) == 1 else None
+    if experts.op is not None:
+        for each, parts in zip(linears, experts.op.parts, strict=True):
+            for linear, part in zip(each, parts, strict=True):
+                linear.op = part
 
 
 def side_by_side(module: nn.Module, *names: str) -> Product:

@@ -192,6 +192,31 @@ class LinearOp(Protocol):
         None if there is no such kernel. The layers must use its `parts` as their ops from then
         on."""
 
+    @classmethod
+    def stack(cls, experts: Sequence[Sequence[Any]], dtype: torch.dtype) -> "ExpertsOp | None":
+        """The gate, up and down layers of all experts as one op for activations of `dtype`; None if
+        there is no such kernel. The layers must use its `parts` as their ops from then on."""
+
+
+class ExpertsOp(Protocol):
+    """Runs all experts of a layer without reading anything back from the device."""
+
+    @property
+    def parts(self) -> Sequence[Sequence[LinearOp]]:
+        """For each expert the ops of the layers that it was made from."""
+
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """x (m, hidden), of each token its experts (m, several), int64, and their weights -> (m,
+        hidden): the sum of down(silu(gate) * up) times its weight, in fp32, in the order of
+        `index`."""
+
+    def choose(
+        self, logits: Tensor, several: int, normalized: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A router's choice in one launch: logits (m, experts) -> the `several` largest of their
+        softmax, and their weights in `dtype`, fp32 or that of the logits; `normalized`: which add
+        up to 1."""
+
 
 class GatedOp(Protocol):
     @property
@@ -238,6 +263,11 @@ class Op:
 
     @classmethod
     def gate(cls, ops: Sequence[Any]) -> Any:
+        """Not supported."""
+        return None
+
+    @classmethod
+    def stack(cls, experts: Sequence[Sequence[Any]], dtype: torch.dtype) -> Any:
         """Not supported."""
         return None
 

@@ -259,7 +259,7 @@ MISTAKES = [
     ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
     ("decode: share", r"row >= rows", "0"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
-    ("batch", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
+    ("batch: decoded", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
     (

@@ -17,10 +17,10 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, jit, norm, stripes, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, routing, stripes, tensor_map, tiles
 from billfish.kernels import striped as striped_sizes
 from billfish.kernels.device import Gpu
-from billfish.schemes.w4a16.cuda import batch, plan, tile
+from billfish.schemes.w4a16.cuda import batch, experts_tile, plan, tile
 from billfish.schemes.w4a16.cuda.instances import KINDS
 from billfish.schemes.w4a16_24.cuda import arrange as sparse_arrange
 from billfish.schemes.w4a16_24.cuda import plan as sparse_plan
@@ -128,7 +128,7 @@ def batches():
         how = tiles.launch(cut, 300, 8192, 64, size, H200)
         yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
         if how is not None:
-            stage = f"BatchStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
+            stage = f"DecodedStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
             yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
 
 
@@ -259,7 +259,42 @@ def sparse_batch():
             yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
 
 
+def experts():
+    yield "kExpertsThreads", experts_tile.THREADS
+    yield "kExpertsBands", clusters.STAGE_RECORDS
+    yield "kExpertsBarrierBytes", clusters.BARRIER_BYTES
+    for ((group, zeros), size), pairs in itertools.product(records(), (8, 501, 1000)):
+        how = experts_tile.few(pairs, 128, 1536, size, H200)
+        stage = f"ExpertsStage<{group}, {zeros}, {how.tokens}>::kBytes"
+        sums = f"2 * Sums<{how.tokens}, kExpertsBands>::kBytes"
+        items = routing.most_items(pairs, 128, how.tokens)
+        table = f"Routing<{how.tokens}>{{0, 128, {how.own}}}.listed({items}, {pairs})"
+        yield f"({table} + 127) / 128 * 128", how.table_bytes
+        fixed = f"kExpertsBarrierBytes + {how.table_bytes}"
+        yield f"{fixed} + {how.stages} * {stage} + {sums}", how.smem
+
+
+def experts_batch():
+    yield "kLeastStripe", tiles.LEAST_STRIPE
+    for ((group, zeros), size), pairs in itertools.product(records(), (2000, 6000, 10000, 32768)):
+        how, _ = experts_tile.many(pairs, 128, ((1536, 16), (2048, 6)), size, H200)
+        stage = f"DecodedStage<{group}, {zeros}, {how.cut.tokens}, {how.cut.bands}>::kBytes"
+        yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
+
+
+def around_experts():
+    yield "kRouteThreads", routing.ROUTE_THREADS
+    yield "kGatherThreads", routing.GATHER_THREADS
+    yield "kCombineThreads", routing.COMBINE_THREADS
+    yield "kItemInts", routing.ITEM_INTS
+    yield "kChooseThreads", routing.CHOOSE_THREADS
+    yield "kMostExperts", routing.MOST_EXPERTS
+
+
 MIRRORED = {
+    W4A16 / "experts.cuh": experts,
+    W4A16 / "experts_batch.cuh": experts_batch,
+    routing.SOURCE: around_experts,
     ENGINE / "attention.cuh": attention,
     ENGINE / "draw.cuh": draw,
     ENGINE / "small.cuh": small,

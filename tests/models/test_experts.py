@@ -12,7 +12,15 @@ from billfish.checkpoints.experts import unfused
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.blocks import StreamedModel
-from billfish.models.experts import Experts, gates_of, idle_experts, leaves_of, routed
+from billfish.models.experts import (
+    Choice,
+    Experts,
+    gates_of,
+    idle_experts,
+    is_fused,
+    leaves_of,
+    routed,
+)
 
 CPU = torch.device("cpu")
 
@@ -44,6 +52,15 @@ def test_single_experts_compute_what_fused_ones_compute(tmp_path, architecture):
         linear.weight = torch.nn.Parameter(torch.zeros(linear.weight.shape))
         changed = model.run(1, seen[0], arguments)
         assert not torch.allclose(changed, seen[1], rtol=1e-3, atol=1e-4)
+
+
+def test_experts_of_transformers_without_a_word_on_norms_are_taken_over(tmp_path):
+    path = write_checkpoint(tmp_path / "model", "MixtralForCausalLM")
+    experts = transformers.MixtralForCausalLM.from_pretrained(path).model.layers[0].mlp.experts
+    vars(experts).pop("has_post_expert_norm", None)  # up to transformers 5.17
+    assert is_fused(experts)
+    experts.has_post_expert_norm = True
+    assert not is_fused(experts)
 
 
 def test_names_come_from_the_table_of_transformers():
@@ -126,3 +143,23 @@ def test_other_fused_files_are_refused(tmp_path):
     save_file(dict(model.state_dict()), path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="all experts of a layer in one tensor"):
         stream(path)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_how_a_router_chooses_is_found_by_trial(tmp_path, architecture, normalized):
+    changes = {"norm_topk_prob": normalized} if "Qwen" in architecture else {}
+    path = write_checkpoint(tmp_path / "model", architecture, **changes)
+    model = getattr(transformers, architecture).from_pretrained(path, dtype=torch.bfloat16)
+    mlp = model.model.layers[0].mlp
+    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    found = Choice.of(router)
+    if architecture == "GptOssForCausalLM":  # a bias, and softmax over the chosen ones
+        assert found is None
+        return
+    assert found.several == 2 and found.normalized is (changes == {} or normalized)
+    x = torch.randn(20, router.weight.shape[1]).bfloat16()
+    _, weights, index = router(x)
+    mine, order = found(torch.nn.functional.linear(x, router.weight))
+    assert torch.equal(order, index) and torch.equal(mine, weights) and mine.dtype == weights.dtype
+    assert Choice.of(mlp.experts) is None

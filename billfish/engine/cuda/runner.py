@@ -41,8 +41,11 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
         return f"the model is on {device}"
     if (found := torch.cuda.get_device_capability(device)) != HOPPER:
         return f"its kernels are for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
-    if decoder.mixtures:
-        return "it has mixtures of experts, which run one expert after the other for now"
+    if decoder.slow_mixtures():
+        return (
+            "it has mixtures of experts that run one after the other; all at once run SwiGLU "
+            "experts of w4a16 in up to 4 bits, without biases, not batch invariant"
+        )
     group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
     rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if decoder.dtype not in tables.TYPES:
@@ -203,6 +206,11 @@ class GpuRunner:
                 )
             attend(index, q, mixed)
             delta = attention.o_proj(mixed.flatten(1))
+            if index in decoder.mixtures:
+                norm = layer.post_attention_layernorm
+                fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
+                delta = decoder.mixture(index, x)
+                continue
             gated = decoder.gated(index)
             product = decoder.gate_up(index) if gated is None else gated
             y = product(self._normed(product, layer.post_attention_layernorm, hidden, delta, x))

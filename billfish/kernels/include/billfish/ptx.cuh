@@ -117,6 +117,11 @@ BILLFISH_DEVICE void store_smem_16(u32 address, const u32 (&v)[4]) {
                  "r"(v[2]), "r"(v[3]) : "memory");
 }
 
+// Adds; neither reads nor waits.
+BILLFISH_DEVICE void add_smem_4(u32 address, u32 v) {
+    asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 // The reverse, each matrix transposed: lane l gives the address of column l % 8 of matrix l / 8 (16
 // bytes) and holds, of each, two neighbours of row l / 4.
 BILLFISH_DEVICE void store_matrices_turned(u32 address, const u32 (&v)[4]) {
@@ -191,6 +196,11 @@ BILLFISH_DEVICE u32 load_acquire(const u32* pointer) {
 }
 
 // Not through L1, which does not see other SMs' stores.
+BILLFISH_DEVICE u32 load_global_4(const u32* pointer) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+    return v;
+}
 BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"

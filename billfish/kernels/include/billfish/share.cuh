@@ -131,14 +131,22 @@ struct Sums {
                                         [](float sum, int) { return sum; });
     }
 
-    // Adds the parts of this block's rows, output `first` and on, as numbers of type V, and stores
-    // `value(sum, token)` of each. A warp has the same row of every token. `gated`: of every 2 kRun
-    // rows the first kRun are gates and the others their ups, n / 2 results. The number returned
-    // depends on all that was read.
     template <class V, class T, int kRun, class Worker, class Value>
     static BILLFISH_DEVICE float store_as(u32 buffer, const u16* bias, u16* out, const Worker& me,
                                          int m, int n, int first, int rows, bool gated,
                                          Value value) {
+        return store_at<V, T, kRun>(buffer, bias, out, me, m, n, first, rows, gated, value,
+                                    [](int token) { return token; });
+    }
+
+    // Adds the parts of this block's rows, output `first` and on, as numbers of type V, and stores
+    // `value(sum, token)` of each, of a token in row `place(token)` of `out`. A warp has the same
+    // row of every token. `gated`: of every 2 kRun rows the first kRun are gates and the others
+    // their ups, n / 2 results. The number returned depends on all that was read.
+    template <class V, class T, int kRun, class Worker, class Value, class Place>
+    static BILLFISH_DEVICE float store_at(u32 buffer, const u16* bias, u16* out, const Worker& me,
+                                         int m, int n, int first, int rows, bool gated, Value value,
+                                         Place place) {
         float seen = 0;
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
@@ -156,12 +164,13 @@ struct Sums {
                 const u32 y = swiglu<T>(T::from_float(total), T::from_float(up));
                 constexpr u64 kPair = 2 * kRun - 1;
                 if (me.lane % (2 * kRun) < kRun && first + row < n)
-                    out[(static_cast<u64>(token) * n + first + row & ~kPair) / 2 + row % kRun] = y;
+                    out[(static_cast<u64>(place(token)) * n + first + row & ~kPair) / 2 +
+                        row % kRun] = y;
                 continue;
             }
             if (first + row >= n) continue;
             if (bias != nullptr) total += T::to_float(bias[first + row]);
-            out[static_cast<u64>(token) * n + first + row] = T::from_float(total);
+            out[static_cast<u64>(place(token)) * n + first + row] = T::from_float(total);
         }
         return seen;
     }

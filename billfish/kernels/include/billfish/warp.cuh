@@ -21,6 +21,19 @@ BILLFISH_DEVICE u32 kept(u32 number, u32 lane) { return shuffle(number, lane); }
 BILLFISH_DEVICE u32 ballot(bool yes) { return __ballot_sync(~0u, yes); }
 BILLFISH_DEVICE bool any(bool yes) { return __any_sync(~0u, yes); }
 
+// A bit for each lane with the same number.
+BILLFISH_DEVICE u32 alike(u32 v) { return __match_any_sync(~0u, v); }
+
+// The sum of the numbers of lanes 0 to `lane`, which is this one.
+BILLFISH_DEVICE u32 sum_up_to(u32 v, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 before = __shfl_up_sync(~0u, v, step);
+        if (lane >= step) v += before;
+    }
+    return v;
+}
+
 BILLFISH_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
 
 // What an earlier kernel may just have written: not through the read-only path.

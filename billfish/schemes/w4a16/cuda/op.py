@@ -13,12 +13,13 @@ from torch import Tensor
 
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
-from billfish.schemes.base import Tensors, together, watched
-from billfish.schemes.gated import Gated
+from billfish.schemes.base import LinearOp, Tensors, together, watched
+from billfish.schemes.gated import Gated, Part
 from billfish.schemes.gpu import GpuOp, at_least
 from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cuda import arrange
-from billfish.schemes.w4a16.cuda.gated import RUN, interleaved
+from billfish.schemes.w4a16.cuda.experts import CudaExperts, Stack, refuses
+from billfish.schemes.w4a16.cuda.gated import RUN, interleaved, order
 from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH, KINDS, Kind, programs, runs_batches
 from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
@@ -132,6 +133,31 @@ class CudaOp(GpuOp):
         whole = cls(ops[0].scheme, interleaved(ops[0].scheme, [op.canonical() for op in ops]))
         return Gated.of(whole, sizes)
 
+    @classmethod
+    def stack(cls, experts: Sequence[Sequence[Self]], dtype: torch.dtype) -> CudaExperts | None:
+        gates, downs = [op for each in experts for op in each[:2]], [each[2] for each in experts]
+        gate, down = gates[0], downs[0]
+        if not _alike(gates) or not _alike(downs) or gate.kind != down.kind:
+            return None
+        if len({op.shape.n for op in gates}) > 1 or len({op.shape.n for op in downs}) > 1:
+            return None
+        kind, arch = KINDS[gate.kind], gpu(gate.device).arch
+        if not runs_batches(kind, dtype, arch) or refuses(len(experts), down.n, gate.n):
+            return None
+        shapes = replace(gate.shape, n=2 * gate.n), down.shape
+        gate_up, downward = (Stack.empty(len(experts), each, gate.device) for each in shapes)
+        rows = torch.argsort(order(2 * gate.n)).to(gate.device).chunk(2)
+        parts: list[list[LinearOp]] = []
+        for number, (one, other, last) in enumerate(experts):
+            tensors = interleaved(one.scheme, [one.canonical(), other.canonical()])
+            whole = cls(one.scheme, tensors)
+            for stacked, op in ((gate_up, whole), (downward, last)):
+                stacked.records[number] = op.records
+                op.records = stacked.records[number]
+            parts.append([*(Part(whole, each) for each in rows), last])
+        torch.cuda.current_stream(gate.device).synchronize()  # as in _prepare
+        return CudaExperts(kind, gate_up, downward, parts)
+
 
 def _alike(ops: Sequence[CudaOp]) -> bool:
     kinds = {(op.scheme, op.records.device, replace(op.shape, n=0)) for op in ops}
@@ -151,6 +177,11 @@ class InvariantOp(CudaOp):
 
     name: ClassVar[str] = "invariant"
     batch_invariant: ClassVar[bool] = True
+
+    @classmethod
+    def stack(cls, experts: Sequence[Sequence[Self]], dtype: torch.dtype) -> None:
+        """None: which kernel runs, and so the bits, would follow from the batch. Experts run one
+        after the other."""
 
     @classmethod
     def refuses(cls, scheme: W4A16, n: int, k: int, device: torch.device) -> str | None:

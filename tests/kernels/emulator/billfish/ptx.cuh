@@ -50,6 +50,7 @@ inline void store_smem_2(u32 to, u32 v) {
     write(smem_at(to, 2), &lower, 2);
 }
 inline void store_smem_4(u32 to, u32 v) { write(smem_at(to, 4), &v, 4); }
+inline void add_smem_4(u32 to, u32 v) { store_smem_4(to, read<u32>(to) + v); }
 inline void store_smem_8(u32 to, float a, float b) {
     const float v[2] = {a, b};
     write(smem_at(to, 8), v, 8);
@@ -74,6 +75,7 @@ template <int kPending>
 inline void wait_copies() { wait_groups(kPending); }
 
 inline u32 load_acquire(const u32* p) { yield(); return *p; }
+inline u32 load_global_4(const u32* p) { return *p; }
 inline float4 load_global_16(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint4 load_global_16(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
 template <class V>

@@ -24,6 +24,16 @@ inline u32 ballot(bool yes) {
     return all;
 }
 inline bool any(bool yes) { return ballot(yes) != 0; }
+inline u32 alike(u32 v) {
+    u32 all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (u32)(shuffle(v, lane) == v) << lane;
+    return all;
+}
+inline u32 sum_up_to(u32 v, int lane) {
+    u32 sum = 0;
+    for (int i = 0; i < 32; ++i) { const u32 other = shuffle(v, i); if (i <= lane) sum += other; }
+    return sum;
+}
 inline uint4 load_table_16(const uint4* p) { return *p; }
 inline u32 float_bits(float v) { return bits_of(v); }
 inline uint4 load_global_bits_16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
