@@ -106,21 +106,26 @@ def test_layers_of_known_models(count, several, hidden, wide):
         judge(layer, y, x[:m], index[:m], weights[:m])
         if experts_tile.runs_few(m * several, count):
             assert torch.equal(y[:1], alone)
+    uneven = some_routing(256, count, several, BF16, hot=True)
+    y = layer.op(x[:256], *uneven)
+    judge(layer, y, x[:256], *uneven)
+    assert torch.equal(layer.op(x[:256], *uneven), y)
 
 
-@pytest.mark.parametrize("m", [1, 20, 300])
-def test_a_graph_follows_the_routing(m):
-    """One capture, another routing at each replay, without the host."""
-    layer = Layer(16, 512, 256, W4A16(4, 128), FP16)
-    x = some_x(m, 512, FP16)
-    index, weights = some_routing(m, 16, 4, FP16)
+@pytest.mark.parametrize(("m", "hidden"), [(1, 512), (20, 512), (300, 512), (300, 4096)])
+def test_a_graph_follows_the_routing(m, hidden):
+    """One capture, another routing at each replay, without the host; with 4096 inputs and 300
+    tokens tiles of gate and up are split."""
+    layer = Layer(16, hidden, 256, W4A16(4, 128), BF16)
+    x = some_x(m, hidden, BF16)
+    index, weights = some_routing(m, 16, 4, BF16)
     layer.op(x, index, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer.op(x, index, weights)
         again = layer.op(y, index, weights)  # back to back, each launch before the last has ended
     for hot in (False, True, False):
-        other, more = some_routing(m, 16, 4, FP16, hot)
+        other, more = some_routing(m, 16, 4, BF16, hot)
         index.copy_(other), weights.copy_(more)
         graph.replay()
         torch.cuda.synchronize()
