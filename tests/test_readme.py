@@ -418,6 +418,9 @@ def test_generation():
                 cells.append(f"{point['decode_tokens_per_s']:.0f} ({share}){more}")
             rows.append(row(name.upper(), weights, kv, *cells))
     table(rows)
+    (variant,) = load("h200-generate-8b-head8.json")["variants"]
+    one, some, many = (f"{point['decode_tokens_per_s']:.0f}" for point in variant["points"])
+    says(f"w4a16 + kv16 decodes {one}, {some} and {many} tokens per second")
 
 
 def test_long_prompts():

@@ -149,8 +149,6 @@ def test_graphs_change_nothing():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kv", POOLS)
-@pytest.mark.parametrize("name", MODELS)
 def test_prompts_by_rows(name, monkeypatch):
     """Prompts of a small step are rows of a decode's graph; FlashAttention reads them alike."""
     taken, inner = [], gpu.as_rows
