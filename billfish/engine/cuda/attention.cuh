@@ -349,8 +349,8 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
 
 // `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim);
 // `head` is the number of chunks, where in `table` their rows begin, and whether this step wrote
-// more than the newest token of a sequence; `table` holds the page table, too; `scale` is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before
-// and after.
+// more than the newest token of a sequence; `table` holds the page table, too; `scale` is log2(e)
+// times the model's; `arrived` (sequences x kv heads) is 0 before and after.
 template <class T, class F, int kDim>
 __global__ void __launch_bounds__(kTakers * 32 + 32, (AttendBlock<F, kDim>::kBlocks))
 attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
