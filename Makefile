@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are imported: of most packages few are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 MODEL ?=
 
 .PHONY: demo test test-thorough fuzz test-gpu test-vllm lint types clean

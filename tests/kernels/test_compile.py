@@ -78,7 +78,7 @@ ONE, TWO = [W4A16(4, 128)], [W4A16(4, 128), W4A16(8, 32, False)]
 COMPILED = [
     ("sm_80", torch.float16, TWO),
     ("sm_90a", torch.float16, TWO),
-    ("sm_90a", torch.bfloat16, ONE),
+    also("sm_90a", torch.bfloat16, ONE),
     ("sm_100a", torch.bfloat16, ONE),
     *(also(arch, torch.float16, SCHEMES) for arch in ("sm_80", "sm_90a")),
     *(also(arch, torch.float16, TWO) for arch in ("sm_86", "sm_100a")),

@@ -16,6 +16,7 @@ from cpp_compiler import compile_cpp, needs_compiler
 from emulated_launch import Emulated, library
 from test_compile import complaints
 from test_emulated import BF16, FP16, ONE_ROUNDING, TYPES, bytes_of, layer
+from thorough import also, every_third, some
 from torch.nn.functional import silu
 
 import billfish
@@ -163,7 +164,9 @@ FEW = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case[0]}x{case[2]}x{case[3]}")
+@pytest.mark.parametrize(
+    "case", some(FEW, 0, 1, 2, 4), ids=lambda case: f"{case[0]}x{case[2]}x{case[3]}"
+)
 def test_few_tokens_of_each_expert(case, compiled):
     count, several, n, k, scheme, dtype, sms, gated, names = case
     made, known = Case(count, n, k, scheme, dtype, gated), routings(count, several)
@@ -409,7 +412,9 @@ def breaks_many(case, compiled, run, text):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]}: {mistake[1]}")
+@pytest.mark.parametrize(
+    "mistake", every_third(MISTAKES), ids=lambda mistake: f"{mistake[0]}: {mistake[1]}"
+)
 def test_the_emulator_sees_mistakes(mistake, compiled, router):
     where, pattern, replacement = mistake
     name, _, where = where.rpartition(": ")
@@ -475,11 +480,20 @@ def test_few_tokens_are_read_once_and_many_are_batched():
     }
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_every_program_compiles_without_spills(dtype):
-    schemes = [W4A16(4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)]
-    if dtype == BF16:  # the same text with as many registers
-        schemes = [W4A16(4, 128), W4A16(4, 32, False)]
+EVERY = [W4A16(4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)]
+
+
+# bf16 is the same text with as many registers.
+@pytest.mark.parametrize(
+    ("dtype", "schemes"),
+    [
+        (FP16, [W4A16(4, 128)]),
+        also(FP16, EVERY),
+        also(BF16, [W4A16(4, 128), W4A16(4, 32, False)]),
+    ],
+    ids=["fp16", "fp16, all", "bf16"],
+)
+def test_every_program_compiles_without_spills(dtype, schemes):
     wanted = dict.fromkeys(
         program
         for scheme in schemes

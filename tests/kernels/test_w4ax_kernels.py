@@ -115,7 +115,7 @@ def test_joined_layers_are_views():
     ("dtype", "asymmetric", "sizes", "step"),
     [
         (FP16, False, (128,), 2),
-        (BF16, True, (64,), 2),
+        also(BF16, True, (64,), 2),
         *(also(FP16, asymmetric, (32, 128), 1) for asymmetric in (False, True)),
         *(also(BF16, asymmetric, (64,), 1) for asymmetric in (False, True)),
     ],
@@ -250,7 +250,7 @@ FEW = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", some(FEW, 0, 2, 3, 5), ids=lambda case: f"{case[0]}x{case[1]}")
+@pytest.mark.parametrize("case", some(FEW, 0, 3), ids=lambda case: f"{case[0]}x{case[1]}")
 def test_products_of_few_tokens(case, compiled):
     n, k, group_size, dtype, sms, tokens = case
     for m, asymmetric in itertools.product(tokens, (False, True)[: 1 + (k <= 1024)]):
@@ -287,7 +287,7 @@ BATCHES = [
 @needs_compiler
 @pytest.mark.parametrize(
     "case",
-    some(BATCHES, 0, 1, 2, 4, 8, 9, 12, 13, 15),
+    some(BATCHES, 0, 2, 4, 9, 13, 15),
     ids=lambda case: f"{case[0]}x{case[1]}-{case[4]}",
 )
 def test_products(case, compiled):

@@ -65,7 +65,7 @@ def weights(folder):
         (W3, {"weight_scale"}),
         (W2416(3.3), {"scale_base", "weight_scale_4"}),
         also(W4AX(64), {"weight_scale"}),
-        (W4AX(64, True, "fmpq", 0.5, True), {"weight_scale"}),
+        also(W4AX(64, True, "fmpq", 0.5, True), {"weight_scale"}),
         (W4A16Sparse(32), {"weight_scale"}),
     ],
     ids=["w4a16", "w2416", "w4ax", "fmpq", "w4a16_24"],

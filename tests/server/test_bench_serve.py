@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from thorough import some
+from thorough import some, thorough
 from typer.testing import CliRunner
 
 from billfish.bench.serve import (
@@ -86,6 +86,7 @@ def test_servers_of_its_own(tmp_path, variants):
         assert server["points"][0]["completed"] == 6
 
 
+@thorough
 def test_a_server_of_its_own_that_cannot_load(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for arguments, told in (
