@@ -77,7 +77,7 @@ def complaints(program, arch):
 ONE, TWO = [W4A16(4, 128)], [W4A16(4, 128), W4A16(8, 32, False)]
 COMPILED = [
     ("sm_80", torch.float16, TWO),
-    ("sm_90a", torch.float16, TWO),
+    ("sm_90a", torch.float16, ONE),
     also("sm_90a", torch.bfloat16, ONE),
     ("sm_100a", torch.bfloat16, ONE),
     *(also(arch, torch.float16, SCHEMES) for arch in ("sm_80", "sm_90a")),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import contents, request
 from safetensors.torch import load_file
-from thorough import also, some
+from thorough import also, some, thorough
 from tiny import ARCHITECTURES, write_checkpoint
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -175,6 +175,7 @@ def test_the_seed_decides(tmp_path, source, prose, fast):
     assert weights(tmp_path / "a") != weights(tmp_path / "c")
 
 
+@thorough
 def test_stopped_before_any_write_it_goes_on_to_the_same_bytes(
     tmp_path, source, prose, fast, monkeypatch
 ):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
-from thorough import some
+from thorough import some, thorough
 from tiny import character_tokenizer, write_checkpoint
 
 from billfish.checkpoints import write as files
@@ -112,6 +112,7 @@ def test_the_model_streams(method, source, tmp_path):
     assert_streams(small, source, tmp_path / "out", method)
 
 
+@thorough
 def test_the_experts_of_one_block_stream(tmp_path):
     """A single block: of its experts one is in memory, and what is packed already; in 2 bits, as
     a tiny block's weights must outweigh 20 MiB that any job adds."""

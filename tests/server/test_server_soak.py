@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 from served import MODEL, served
+from thorough import thorough
 
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
@@ -50,6 +51,7 @@ def greedy(count):
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
+@thorough
 def test_http_soak(tiny_path):
     source = random.Random(0)
     jobs = [
