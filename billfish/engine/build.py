@@ -120,7 +120,8 @@ def build(source: Source, told: Settings) -> Engine:
             longest,
             rotation,
             invariant=invariant,
-            # Codes of a cache that differ by one are seen in the text, those of 16 bits hardly.
+            # A row's last bits differ from FlashAttention's. In a quantized cache that flips codes,
+            # and texts change with the batch.
             by_rows=not told.batch_invariant and told.kv == "kv16",
         )
     else:

@@ -81,7 +81,7 @@ class GpuRunner:
         rotation: Rotation | None = None,
         graphs: bool = True,
         invariant: bool = False,  # batch invariant: a row's bits do not depend on the others
-        by_rows: bool = True,  # prompts of small steps as decodes: then their bits depend on them
+        by_rows: bool = True,  # prompts of small steps as decodes: other last bits than in large
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
         self.by_rows = by_rows and graphs

@@ -22,7 +22,7 @@ from billfish.kernels.tiles import (
     model_us,
 )
 
-# Fitted to 880 timings of nine layers with 24 to 1024 tokens on an H200 (docs/LOG.md, 2026-11-18).
+# Fitted to 771 timings of nine layers with 24 to 1024 tokens on an H200 (docs/LOG.md, 2026-11-18).
 # On five other layers its choice loses 0.8 % to the best on average, 12 % at most; where x does not
 # fit in L2 and stripes are long, it is too hopeful.
 COSTS = Costs(
