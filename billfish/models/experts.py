@@ -195,7 +195,7 @@ def is_fused(module: nn.Module) -> bool:
     """Whether these are experts of transformers in a layout that Experts can take over."""
     parts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     layout = all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_bias"))
-    # transformers 5.17 lacks this attribute: none of its models has a norm behind experts.
+    # transformers up to 5.17 lacks this attribute.
     norm = getattr(module, "has_post_expert_norm", False)
     plain = getattr(module, "has_gate", False) and not norm
     return layout and plain and all(isinstance(p, Tensor) and p.ndim == 3 for p in parts)

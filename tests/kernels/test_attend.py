@@ -15,7 +15,7 @@ from thorough import every_third, some
 import billfish
 from billfish.engine.cuda.chunks import MOST, Chunking
 from billfish.engine.cuda.pool import POOLS
-from billfish.engine.cuda.tables import HEAD_DIMS, TYPES, Tables, rows_of, shared_bytes
+from billfish.engine.cuda.tables import HEAD_DIMS, ROW, TYPES, Tables, rows_of, shared_bytes
 from billfish.engine.kv.cache import Room
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels import jit
@@ -289,3 +289,18 @@ def test_tables_that_advance_are_those_built_anew(monkeypatch):
         end = new._shape[2]
         assert torch.equal(old.card[:end], new.card[:end]), step
     assert sum(advanced) > 80
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 128)], ids=str)
+def test_the_flag_of_fresh_tables_ends_with_their_step(windows):
+    """Set where rows read what their step writes, in every head; and the step after it is no
+    increment of it, whose flag would stay."""
+    sequence, chunking = Sequence("", [9, 8, 7], 400, pages=[3]), Chunking("kv16", 8, 132)
+    old, new = (Tables(4, 512, windows, chunking, CPU) for _ in range(2))
+    for start, fresh in enumerate((False, True, False)):
+        pieces = [Piece(sequence, start, 1, not fresh)]
+        old.fill(pieces, 4, fresh=fresh)
+        flags = old.columns["heads"].view(-1, ROW)[:, 2]
+        assert flags.tolist() == [fresh] * len(windows)
+    new.fill(pieces, 4)
+    assert torch.equal(old.card, new.card)
