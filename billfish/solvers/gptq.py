@@ -46,7 +46,8 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, str | None] | None:
                 continue
             one = torch.eye(len(factor), dtype=dtype, device=factor.device)
             factor = torch.linalg.solve_triangular(factor, one, upper=False, out=one)
-            if bool(torch.isfinite(factor).all()):
+            # OpenBLAS factors an infinite diagonal without failing; its inverse has zeros in it.
+            if bool(torch.isfinite(factor).all() & (factor.diagonal() > 0).all()):
                 plain = damping == DAMPING[0] and dtype == torch.float32
                 name = str(dtype).removeprefix("torch.")
                 upper = factor.flip(0, 1).float()

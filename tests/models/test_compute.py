@@ -111,13 +111,30 @@ def test_a_hopeless_type_is_not_tried_again_and_the_first_call_is_no_measure(uns
     assert cpu_type().dtype == BF16
 
 
-def test_it_is_measured_once_for_each_state_of_onednn(unset, monkeypatch):
+@pytest.fixture
+def onednn():
+    """PyTorch turns it off for good at the first product in bf16 of an Arm that has none."""
+    with torch.backends.mkldnn.flags(enabled=True, allow_tf32=None):
+        yield
+
+
+def test_it_is_measured_once_for_each_state_of_onednn(unset, onednn, monkeypatch):
     asked = times(monkeypatch, 0.5)
     assert cpu_type() is cpu_type() and len(asked) == 2 * compute.ROUNDS
     times(monkeypatch, 50.0)
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert cpu_type().dtype == FP32
     assert cpu_type().dtype == BF16
+
+
+def test_onednn_stays_on_where_a_product_turns_it_off(unset, onednn, monkeypatch):
+    def seconds(dtype):
+        if dtype == BF16:
+            torch.backends.mkldnn.enabled = False  # as PyTorch does
+        return 1.0
+
+    monkeypatch.setattr(compute, "_seconds", seconds)
+    assert cpu_type() is cpu_type() and torch.backends.mkldnn.enabled
 
 
 def test_the_probe_ends_soon_and_leaves_threads_alone(unset):
