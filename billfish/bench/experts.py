@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from billfish.bench.kernels import DTYPES, circumstances
+from billfish.bench.kernels import DTYPES, circumstances, refuse_unknown
 from billfish.bench.peaks import peaks_of
 from billfish.bench.random_model import config_of
 from billfish.bench.timing import MODES, Card, Rules
@@ -64,6 +64,10 @@ class ExpertsRequest:
     symmetric: bool = True
     dtype: str = "bfloat16"
     modes: tuple[str, ...] = MODES
+
+    def __post_init__(self) -> None:
+        refuse_unknown("dtype", (self.dtype,), DTYPES)
+        refuse_unknown("mode", self.modes, MODES)
 
 
 class ExpertsBench:

@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -34,6 +34,13 @@ RESULT_VERSION = 1
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def refuse_unknown(what: str, given: Sequence[str], known: Collection[str]) -> None:
+    wrong = [name for name in given if name not in known]
+    if wrong or not given:
+        named = ", ".join(map(repr, wrong)) or "none given"
+        raise UserError(f"{what} {named}: known are {', '.join(known)}.")
+
+
 @dataclass(frozen=True)
 class KernelRequest:
     sets: tuple[ShapeSet, ...]
@@ -46,15 +53,9 @@ class KernelRequest:
     modes: tuple[str, ...] = MODES
 
     def __post_init__(self) -> None:
-        for given, known, what in (
-            ((self.scheme,), tuple(SCHEMES), "scheme"),
-            (self.dtypes, tuple(DTYPES), "dtype"),
-            (self.modes, MODES, "mode"),
-        ):
-            wrong = [name for name in given if name not in known]
-            if wrong or not given:
-                named = ", ".join(map(repr, wrong)) or "none given"
-                raise UserError(f"{what} {named}: known are {', '.join(known)}.")
+        refuse_unknown("scheme", (self.scheme,), SCHEMES)
+        refuse_unknown("dtype", self.dtypes, DTYPES)
+        refuse_unknown("mode", self.modes, MODES)
         for group_size in self.group_sizes:
             for linear in (linear for made in self.sets for linear in made.linears):
                 # Raises if the group size does not divide k, before anything is measured.

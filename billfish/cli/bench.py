@@ -14,11 +14,21 @@ from typing import Annotated, Any
 import typer
 
 from billfish.cli import show, show_bench
-from billfish.cli.options import Device, Dtype, DtypeOption, Json, Save
+from billfish.cli.options import (
+    Batches,
+    Device,
+    Dtype,
+    DtypeOption,
+    Json,
+    Modes,
+    Quick,
+    Save,
+    Symmetric,
+)
 from billfish.errors import UserError
 
 PEER_NUMBERS = ("k", "n", "m", "us", "cublas_us")
-
+Shapes = Annotated[str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")]
 
 app = typer.Typer(name="bench", help="Measure speed.", no_args_is_help=True)
 
@@ -33,26 +43,18 @@ def bench() -> None:
 )
 def kernels(
     scheme: Annotated[str, typer.Option(help="Format of the weights.")] = "w4a16",
-    shapes: Annotated[
-        str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
-    ] = "llama3-8b",
-    m: Annotated[str, typer.Option(help="Batch sizes: 1,2,4 or 1-16,32.")] = (
-        "1,2,4,8,16,32,64,128,256,512,1024"
-    ),
+    shapes: Shapes = "llama3-8b",
+    m: Batches = "1,2,4,8,16,32,64,128,256,512,1024",
     group_size: Annotated[
         str, typer.Option(help="Weights along k that share a scale, a list; -1: a whole row.")
     ] = "128",
-    sym: Annotated[bool, typer.Option("--sym/--asym", help="Without zero points, or with.")] = True,
+    sym: Symmetric = True,
     dtype: Annotated[
         str, typer.Option(help="Of activations: float16, bfloat16 or both.")
     ] = "float16",
     op: Annotated[str, typer.Option(help="Which op of the scheme; auto: the fastest.")] = "auto",
-    modes: Annotated[
-        str, typer.Option(help="Launches: pdl (programmatic dependent launch), plain, or both.")
-    ] = "pdl,plain",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer replays: sooner, less exact.")
-    ] = False,
+    modes: Modes = "pdl,plain",
+    quick: Quick = False,
     json_: Json = False,
     save: Save = None,
     plot: Annotated[
@@ -106,9 +108,7 @@ def kernels(
 @app.command(epilog="Example: billfish bench tune --shapes llama3-8b --m 32,64,128 --save t.json")
 def tune(
     save: Annotated[Path, typer.Option(help="Write the table, with what was found, to this file.")],
-    shapes: Annotated[
-        str, typer.Option(help="Models, or K x N of linears: llama3-8b,4096x4096.")
-    ] = "llama3-8b,llama3-70b",
+    shapes: Shapes = "llama3-8b,llama3-70b",
     m: Annotated[str, typer.Option(help="Batch sizes, 17 and more.")] = "32,64,128,256,512,1024",
     json_: Json = False,
 ) -> None:

@@ -26,3 +26,11 @@ Save = Annotated[
     Path | None,
     typer.Option(help="Write the result to this file, r.json; kept up to date while measuring."),
 ]
+
+# Of `bench kernels` and `bench experts`.
+Batches = Annotated[str, typer.Option(help="Batch sizes: 1,2,4 or 1-16,32.")]
+Symmetric = Annotated[bool, typer.Option("--sym/--asym", help="Without zero points, or with.")]
+Modes = Annotated[
+    str, typer.Option(help="Launches: pdl (programmatic dependent launch), plain, or both.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer replays: sooner, less exact.")]

@@ -91,6 +91,10 @@ def test_refusals(monkeypatch):
     assert Mixture.of("qwen3-30b-a3b") == Mixture("qwen3-30b-a3b", 128, 8, 2048, 768)
     with pytest.raises(UserError, match="no experts"):
         Mixture.of("llama3-8b")
+    with pytest.raises(UserError, match="dtype 'int8': known are float16, bfloat16"):
+        ExpertsRequest((SMALL,), (1,), dtype="int8")
+    with pytest.raises(UserError, match="mode none given: known are pdl, plain"):
+        ExpertsRequest((SMALL,), (1,), modes=())
     monkeypatch.setattr(CpuOp, "stack", classmethod(lambda cls, ops, dtype: None))
     with pytest.raises(UserError, match="no op runs all experts"):
         measure()
