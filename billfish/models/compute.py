@@ -94,11 +94,7 @@ def _measured(onednn: bool) -> Choice:
     """Cached for each setting of oneDNN, without which no CPU has fast products in bf16."""
     with ThreadPoolExecutor(1) as one, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns at length on an Arm without bf16
-        try:
-            return one.submit(_probe).result()  # set_num_threads is per thread
-        finally:
-            # PyTorch turns it off at the first product in bf16 of an Arm that has none.
-            torch.backends.mkldnn.enabled = onednn  # type: ignore[assignment]
+        return one.submit(_probe).result()  # set_num_threads is per thread
 
 
 def _probe() -> Choice:

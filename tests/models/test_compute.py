@@ -127,16 +127,6 @@ def test_it_is_measured_once_for_each_state_of_onednn(unset, onednn, monkeypatch
     assert cpu_type().dtype == BF16
 
 
-def test_onednn_stays_on_where_a_product_turns_it_off(unset, onednn, monkeypatch):
-    def seconds(dtype):
-        if dtype == BF16:
-            torch.backends.mkldnn.enabled = False  # as PyTorch does
-        return 1.0
-
-    monkeypatch.setattr(compute, "_seconds", seconds)
-    assert cpu_type() is cpu_type() and torch.backends.mkldnn.enabled
-
-
 def test_the_probe_ends_soon_and_leaves_threads_alone(unset):
     told = []
     before = torch.get_num_threads()
