@@ -7,6 +7,7 @@ import pytest
 from thorough import some, thorough
 from typer.testing import CliRunner
 
+from billfish.bench import local_server
 from billfish.bench.serve import (
     Load,
     Seen,
@@ -55,8 +56,9 @@ def test_a_run(server, tmp_path):
 
 
 @pytest.mark.parametrize("variants", some([("fp32+kv8",), ("fp32+kv16", "fp32+kv8")], 0), ids=str)
-def test_servers_of_its_own(tmp_path, variants):
+def test_servers_of_its_own(tmp_path, variants, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(local_server, "ROUNDS", 1)  # over HTTP
     config, target, picture = (tmp_path / name for name in ("config.json", "s.json", "s.png"))
     config.write_text(
         json.dumps(
