@@ -16,7 +16,15 @@ from billfish.schemes.w4a16.cuda.op import CudaOp, InvariantOp
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float16, torch.bfloat16)
-SCHEMES = (W4A16(4, 128), W4A16(4, 32, False), W4A16(4, 64), W4A16(3, 64), W4A16(4, -1, False))
+SCHEMES = (
+    W4A16(4, 128),
+    W4A16(4, 32, False),
+    W4A16(4, 64),
+    W4A16(3, 64),
+    W4A16(4, -1, False),
+    W4A16(8, 128),
+    W4A16(6, 32, False),
+)
 SIZES = {128: (300, 1280), 32: (1000, 576), 64: (200, 640), -1: (65, 1100)}
 
 

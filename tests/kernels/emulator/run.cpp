@@ -31,7 +31,7 @@ int main(int, char** arguments) {
         const int wide = 128 * BANDS;
         const TensorMap map{(const u16*)x.data(), m, x_k, TOKENS};
         KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
-               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, whole, cluster, stages, true, gated);
+               (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, (x_k + 127) / 128, whole, cluster, stages, true, gated);
 #else
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages, gated);
 #endif

@@ -116,10 +116,11 @@ struct ReadSlot {
 };
 
 // Producer of the block's x, which is first in a stage; one thread. A line of a token is 128 bytes:
-// the 128 inputs of a stage are two of 16-bit numbers, or one of bytes.
+// the 128 inputs of a stage are two of 16-bit numbers, or one of bytes. After `x_tiles` stages x
+// begins again: codes of more than 4 bits are two planes of nibbles along k.
 template <int kTokens, int kLines = 2, class AnyWalk>
 BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWalk walk, int stages,
-                            int stage_bytes, BatchPlaces places) {
+                            int stage_bytes, BatchPlaces places, int x_tiles = 1 << 30) {
     Slot slot(1);
 #pragma unroll 1
     while (walk.next()) {
@@ -127,10 +128,11 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
 #pragma unroll 1
         for (int i = walk.first; i < walk.first + walk.count; ++i) {
             const u32 to = places.ring() + slot.index * stage_bytes;
+            const int tile = i < x_tiles ? i : i - x_tiles;
             barrier_wait(places.empty(slot.index), slot.parity);
 #pragma unroll
             for (int line = 0; line < kLines; ++line)  // zeros past the last token and input
-                copy_tensor(to + line * kTokens * kXLine, x, (i * kLines + line) * (kXLine / 2),
+                copy_tensor(to + line * kTokens * kXLine, x, (tile * kLines + line) * (kXLine / 2),
                             token, places.full(slot.index));
             slot.next(stages);
         }

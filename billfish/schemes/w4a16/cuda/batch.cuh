@@ -2,7 +2,8 @@
 //
 // Weights are wgmma's A operand, from registers: a lane's 16 bytes of a record are its own
 // fragments here, too (QUICK), so that one record serves every m. x is the B operand, in shared
-// memory. Weights are decoded once a tile: (code - zero point) * scale, rounded once.
+// memory. Weights are decoded once a tile: (code - zero point) * scale, rounded once; of more than 4
+// bits, each of their two planes.
 //
 //     tile         128 kBands outputs x kTokens tokens; a band is 64 outputs, the n of a record
 //     block        takes whole tiles, then its stripe of those that are split along k (MARLIN 3.4)
@@ -30,8 +31,8 @@ template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 1)
 w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
-            u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles, int whole,
-            int splits, int stages, bool early, bool gated) {
+            u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles,
+            int x_tiles, int whole, int splits, int stages, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kRows = kTeams * kBands * kRecordN;
@@ -57,7 +58,8 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                                         walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
-            copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);
+            copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places,
+                            x_tiles);
             if (!early) launch_dependents();  // the first call of a block counts
         }
         __syncwarp();

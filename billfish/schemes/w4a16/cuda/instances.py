@@ -67,18 +67,16 @@ def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
     return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
 
 
-def rounds_once(kind: Kind, dtype: torch.dtype) -> bool:
-    """Whether decoding weights to x's dtype in registers rounds once, as w4a16_batch, and
-    w4a16_stripe for more than 16 tokens, require: codes of one plane, and scales of x's dtype."""
-    return kind.planes == 1 and kind.scale_dtype == dtype
-
-
 def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
-    return rounds_once(kind, dtype) and kind.kernel == "decode" and arch == BATCH_ARCH
+    """w4a16_batch decodes weights to x's dtype, which must be that of the scales: else they would
+    be rounded twice."""
+    return kind.scale_dtype == dtype and kind.kernel == "decode" and arch == BATCH_ARCH
 
 
 def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
-    most = max(striped.BANDS) if rounds_once(kind, dtype) else clusters.MOST_TOKENS
+    """More than 16 are decoded in registers, too: codes of one plane."""
+    decodes = kind.planes == 1 and kind.scale_dtype == dtype
+    most = max(striped.BANDS) if decodes else clusters.MOST_TOKENS
     return [tokens for tokens in striped.BANDS if tokens <= most]
 
 

@@ -142,7 +142,11 @@ class CudaOp(GpuOp):
         if len({op.shape.n for op in gates}) > 1 or len({op.shape.n for op in downs}) > 1:
             return None
         kind, arch = KINDS[gate.kind], gpu(gate.device).arch
-        if not runs_batches(kind, dtype, arch) or refuses(len(experts), down.n, gate.n):
+        if (
+            kind.planes > 1
+            or not runs_batches(kind, dtype, arch)
+            or refuses(len(experts), down.n, gate.n)
+        ):
             return None
         shapes = replace(gate.shape, n=2 * gate.n), down.shape
         gate_up, downward = (Stack.empty(len(experts), each, gate.device) for each in shapes)

@@ -91,6 +91,7 @@ class Plan:
             how.m_tiles,
             how.n_tiles,
             self.k_tiles,
+            self.k_tiles // self.kind.planes,
             how.whole,
             cut.splits,
             how.stages,
