@@ -19,6 +19,7 @@ from billfish.checkpoints.verify import verify
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
+from billfish.integrations import transformers as integration
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 from billfish.offline import sentinel
@@ -147,6 +148,17 @@ def test_engine_and_transformers_write_the_same(made, packed):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert list(tokens) == expected[0, ids.shape[1] :].tolist()
+
+
+def test_transformers_that_fuses_renamed_experts_is_refused(made, monkeypatch):
+    """Up to 5.7 it leaves only those alone whose names in the files are the model's."""
+    architecture, _, out, _ = made
+    monkeypatch.setattr(integration, "LOADS_EXPERTS", False)
+    if architecture == "MixtralForCausalLM":
+        with pytest.raises(UserError, match=r"experts\.0\.w1: .* fuses .*transformers>=5\.8"):
+            load(out)
+    else:
+        load(out)
 
 
 def test_other_formats_hold_them(made, packed, tmp_path):
