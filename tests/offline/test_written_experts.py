@@ -2,6 +2,7 @@
 the engine, traced by the tensor manifest, compared with the original by the sentinel."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -26,7 +27,7 @@ from billfish.offline import sentinel
 from billfish.offline.driver import Job, quantize
 from billfish.offline.plan import plan
 from billfish.offline.task import Task
-from billfish.offline.verdict import Answers
+from billfish.offline.verdict import Answers, Expert, failing, verdict
 from billfish.schemes.w4a16 import W4A16
 
 PREFIX = "model.layers.0.mlp.experts"
@@ -295,3 +296,44 @@ def test_broken_experts_are_named_by_their_block(tmp_path, text, monkeypatch, ar
     check = quantize(asked(source, tmp_path / "out", text, method="rtn", check=True))["check"]
     assert check["faults"] == [1] and "model.layers.1 begins to fail" in check["problem"]
     assert check["blocks"][1]["own_error"] > 10 > 1 > check["blocks"][0]["own_error"]
+
+
+@pytest.mark.parametrize(("expert", "reached"), [(0, True), (11, True), (11, False)])
+def test_one_broken_expert_of_many_is_named(tmp_path, text, monkeypatch, expert, reached):
+    """Few tokens reach it, or none: its block does not stand out."""
+    source = write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM", num_experts=16)
+    real, lost = Job._block_tensors, f"model.layers.1.mlp.experts.{expert}"
+    if not reached:
+        held = load_file(source / "model.safetensors")
+        router = held["model.layers.1.mlp.gate.weight"]
+        router[2:4], router[4:] = -router[:2], 0  # two of the first four are always above 0
+        save_file(held, source / "model.safetensors", {"format": "pt"})
+
+    def wrong(self, index, *given):
+        made = real(self, index, *given)
+        broken = [n for n in made if n.startswith(f"{lost}.") and n.endswith("weight_scale")]
+        return made | {name: 50 * made[name] for name in broken}
+
+    monkeypatch.setattr(Job, "_block_tensors", wrong)
+    check = quantize(asked(source, tmp_path / "out", text, method="rtn", check=True))["check"]
+    (found,) = check["experts"]["faults"]
+    assert found["name"] == lost and found["error"] > 100
+    assert reached or found["tokens"] == 16
+    assert check["faults"] == [] and "No block stands out" not in check["problem"]
+    assert f"1 of 32 experts fail, first {lost}: on {found['tokens']} of" in check["problem"]
+    assert check["experts"]["count"] == 32 and check["experts"]["median_error"] < 0.1
+
+
+def test_which_experts_fail():
+    """Errors far above the median alone are GPTQ's on few tokens; NaN is none."""
+
+    def names(*errors):
+        return [e.name for e in failing([Expert(str(i), own, 3) for i, own in enumerate(errors)])]
+
+    assert names(0.02, 0.03, 1.1, 0.02) == []
+    assert names(0.02, 2.1, 0.02, math.nan) == ["1", "3"]
+    assert names(0.9, 0.8, 2.6, 5.5) == []  # two bits: all are bad
+    assert verdict([], None, "layers", []) is None
+    many = [Expert(f"e{i}", 9.0 if i < 6 else 0.1, 3) for i in range(20)]
+    told = verdict([], None, "layers", many)
+    assert "6 of 20 experts fail, first e0, then e1, e2, e3, ...: on 3 of" in told
