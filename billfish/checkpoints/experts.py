@@ -41,7 +41,7 @@ class Unfused(Checkpoint):
         self._places: dict[str, tuple[str, int, int, int]] = {}  # fused tensor, expert, first, step
         for name, entry in source.entries.items():
             found = FUSED.fullmatch(name)
-            if found is None:
+            if found is None or len(entry.shape) != (2 if found[3] else 3):  # not the model's
                 self.entries[name] = entry
                 continue
             prefix, part, bias = found.groups()

@@ -3,7 +3,7 @@
 Both run over a few prompts, block by block: the weights of one block (of its experts one) are in
 memory at a time, read from the source and decoded from the shard. Each block also runs alone, on
 the inputs that it has in the original, which tells where a fault begins, however little is left of
-the states behind it.
+the states behind it; and so does each expert, as few tokens may reach it.
 
 Nothing is generated: at every position both models see the same text, and their next tokens are
 compared (teacher forcing). One pass gives what 64 passes would, but for what follows a difference.

@@ -136,6 +136,16 @@ def test_fused_files_are_shown_as_single_linears(tmp_path):
         assert view.tensor(name).shape == entry.shape and view.tensor(name).nbytes == entry.nbytes
 
 
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "gate_up_proj_bias"])
+def test_fused_files_of_another_shape_are_refused(tmp_path, leaf):
+    path = write_checkpoint(tmp_path / "model", "GptOssForCausalLM")
+    held = load_file(path / "model.safetensors")
+    held[f"model.layers.1.mlp.experts.{leaf}"] = torch.tensor(1.0)
+    save_file(held, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"experts\.{leaf}' has shape \(\)"):
+        stream(path)
+
+
 def test_experts_are_not_mistaken_for_the_blocks(tmp_path):
     path = write_checkpoint(tmp_path / "model", "MixtralForCausalLM", num_hidden_layers=1)
     model = stream(path)
