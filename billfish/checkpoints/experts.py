@@ -8,15 +8,14 @@ such a checkpoint as if it had a linear per expert, and `fused` gives transforme
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from billfish.checkpoints.header import Entry
+from billfish.checkpoints.mxfp4 import Decoded, is_mxfp4
 from billfish.checkpoints.read import Checkpoint
-from billfish.checkpoints.tensors import Placed, place
+from billfish.checkpoints.tensors import DECODED, KEPT, Placed, place
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
 # Model types whose files hold (experts, inputs, outputs) of a layer in one tensor, gates and ups of
@@ -37,12 +36,12 @@ class Unfused(Checkpoint):
     expert is read at a time."""
 
     def __init__(self, source: Checkpoint) -> None:
-        self.path, self.config, self.held = source.path, source.config, source.entries
+        self.path, self.config, self.source = source.path, source.config, source
         self.entries: dict[str, Entry] = {}
         self._places: dict[str, tuple[str, int, int, int]] = {}  # fused tensor, expert, first, step
         for name, entry in source.entries.items():
             found = FUSED.fullmatch(name)
-            if found is None:
+            if found is None or len(entry.shape) != (2 if found[3] else 3):  # not the model's
                 self.entries[name] = entry
                 continue
             prefix, part, bias = found.groups()
@@ -51,25 +50,29 @@ class Unfused(Checkpoint):
                     single = f"{prefix}.{expert}.{leaf}.{'bias' if bias else 'weight'}"
                     outputs = entry.shape[-1] // step
                     shape = (outputs,) if bias else (outputs, entry.shape[1])
-                    size = prod(shape) * entry.dtype.itemsize
+                    size = entry.nbytes // (entry.shape[0] * step)
                     self.entries[single] = replace(entry, shape=shape, nbytes=size)
                     self._places[single] = name, expert, first, step
 
-    def fused_name(self, name: str) -> str | None:
-        """The tensor in the files that this one is a part of."""
-        return self._places[name][0] if name in self._places else None
+    @property
+    def held(self) -> dict[str, Entry]:
+        return self.source.held
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        return self.source.sources(self._places[name][0] if name in self._places else name)
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._places:
-            return super().tensor(name)
+            return self.source.tensor(name)
         fused, expert, first, step = self._places[name]
-        with safe_open(self.path / self.entries[name].file, framework="pt") as shard:
-            one: Tensor = shard.get_slice(fused)[expert]  # (outputs,) or (inputs, outputs)
+        one = self.source.row(fused, expert)  # (outputs,) or (inputs, outputs)
         return one[..., first::step].T.contiguous() if one.ndim == 2 else one[first::step].clone()
 
 
 def unfused(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a linear per expert; itself if it has them, or has no experts."""
+    if is_mxfp4(checkpoint.config):
+        checkpoint = Decoded(checkpoint)
     if checkpoint.config.get("model_type") in FUSED_TYPES:
         return Unfused(checkpoint)
     return checkpoint
@@ -78,17 +81,18 @@ def unfused(checkpoint: Checkpoint) -> Checkpoint:
 def by_source(checkpoint: Checkpoint, placed: Mapping[str, Placed]) -> dict[str, Placed]:
     """What became of each tensor in the files, from what became of those that `checkpoint` shows:
     all that the parts of a fused tensor became."""
-    if not isinstance(checkpoint, Unfused):
-        return dict(placed)
     names: dict[str, list[str]] = {}
     found = {}
     for name, each in placed.items():
-        source = checkpoint.fused_name(name)
-        if source is None:
-            found[name] = each
-            continue
-        names.setdefault(source, []).extend(each.names)
-        found[source] = place(checkpoint.held[source], each.how, names[source])
+        for source in checkpoint.sources(name):
+            entry = checkpoint.held.get(source)
+            names.setdefault(source, []).extend(each.names)
+            if entry is None:  # a packed head that is tied in the files
+                found[source] = each
+                continue
+            packed = entry.dtype != checkpoint.entries[name].dtype
+            how = DECODED if packed and each.how == KEPT else each.how
+            found[source] = place(entry, how, names[source])
     return found
 
 

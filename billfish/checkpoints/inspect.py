@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from billfish.checkpoints import mxfp4
 from billfish.checkpoints.packed import PackedLinear, by_module, measure, recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tensors import COPIED, Placed, counts, dtype_name, read_tensors
@@ -36,7 +37,9 @@ def describe(
 ) -> dict[str, Any]:
     path, modules = checkpoint.path, by_module(checkpoint)
     layers: dict[str, PackedLinear] = {}
-    problems = []
+    packs = mxfp4.is_mxfp4(checkpoint.config)
+    wrong = mxfp4.problems(checkpoint.entries) if packs else []
+    problems = [f"{tensor}: {told}" for tensor, told in wrong]
     for module, names in modules.items():
         if dialect is not None and dialect.words in names:
             try:
@@ -67,7 +70,7 @@ def describe(
             if part not in packed:
                 entry = checkpoint.entries[tensor]
                 dense_tensors += 1
-                parameters += prod(entry.shape)
+                parameters += mxfp4.numbers(tensor, entry) if packs else prod(entry.shape)
                 nbytes["dense"] += entry.nbytes
                 full = kind if part == "weight" else f"{kind}.{part}".removeprefix(".")
                 add_row(rows, full, entry.shape, entry.nbytes, dtype=dtype_name(entry.dtype))

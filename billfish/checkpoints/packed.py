@@ -13,6 +13,7 @@ from torch import Tensor
 
 from billfish.checkpoints.config import read_json
 from billfish.checkpoints.dialects import read_dialect
+from billfish.checkpoints.mxfp4 import METHOD, Decoded, is_mxfp4
 from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tensors import copied
 from billfish.errors import UserError
@@ -44,7 +45,9 @@ def read_quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def recognize(checkpoint: Checkpoint) -> tuple[Dialect | None, str, str | None]:
     """(dialect, its name, None), or (None, method, why it is not supported); (None, "dense", None)
-    if the checkpoint is not quantized."""
+    if the checkpoint is not quantized; (None, "mxfp4", None) if it is gpt-oss as published."""
+    if is_mxfp4(checkpoint.config):
+        return None, METHOD, None
     legacy = any((checkpoint.path / name).exists() for name in LEGACY_CONFIGS)
     if not legacy and checkpoint.config.get("quantization_config") is None:
         return None, "dense", None
@@ -144,6 +147,8 @@ def unpacked(
     """Name -> shape as if every packed linear were dense, to compare with the model class. And what
     the model may lack: biases of packed linears (AutoGPTQ wrote zero biases) and tensors that the
     tensor manifest calls no part of it."""
+    if is_mxfp4(checkpoint.config):
+        checkpoint = Decoded(checkpoint)
     packed = {found.module: found for found in packed_linears(checkpoint, dialect)}
     shapes: dict[str, Shape] = {}
     for module, names in by_module(checkpoint).items():

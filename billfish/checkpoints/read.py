@@ -93,6 +93,22 @@ class Checkpoint:
             tensor: Tensor = shard.get_tensor(name)
         return tensor
 
+    def row(self, name: str, index: int) -> Tensor:
+        """`tensor(name)[index]`, of which nothing else is read."""
+        with safe_open(self.path / self.entries[name].file, framework="pt") as shard:
+            found: Tensor = shard.get_slice(name)[index]
+        return found
+
+    @property
+    def held(self) -> dict[str, Entry]:
+        """The tensors in the files; views of a checkpoint (mxfp4.py, experts.py) show others as its
+        `entries`."""
+        return self.entries
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The tensors in the files that a tensor of a view is made of."""
+        return (name,)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 

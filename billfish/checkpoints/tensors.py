@@ -3,6 +3,8 @@
     quantized   the tensors of a packed linear stand for it, or of many where the source fuses them
     kept        a parameter of the model, in the checkpoint's type and under its name; one that the
                 source fuses (biases of experts) as a tensor for each linear
+    decoded     a parameter of the model that the source stores in fewer bits (MXFP4), of which
+                several tensors may hold it: in the checkpoint's type, a tensor for each linear
     copied      no part of the model: byte for byte as in the source (drafts for speculative
                 decoding, heads of training, rotary tables that transformers does not read)
 
@@ -27,7 +29,7 @@ from billfish.errors import UserError
 
 TENSORS = "billfish_tensors.json"
 VERSION = 1
-QUANTIZED, KEPT, COPIED = "quantized", "kept", "copied"
+HOW = QUANTIZED, KEPT, DECODED, COPIED = "quantized", "kept", "decoded", "copied"
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ def _placed(file: Path, name: str, fields: Any) -> Placed:
     try:
         how, names = fields["how"], tuple(fields["names"])
         shape = tuple(fields["shape"])
-        sound = how in (QUANTIZED, KEPT, COPIED) and all(isinstance(x, str) for x in names)
+        sound = how in HOW and all(isinstance(x, str) for x in names)
         if sound and all(type(size) is int for size in shape) and names:
             return Placed(how, str(fields["dtype"]), shape, names)
     except (KeyError, TypeError):
         pass
     raise UserError(
-        f"{file}: says of {name!r} {str(fields)[:80]}; expected how (quantized, kept or copied), "
-        "dtype, shape and names. Copy it again."
+        f"{file}: says of {name!r} {str(fields)[:80]}; expected how ({', '.join(HOW)}), dtype, "
+        "shape and names. Copy it again."
     )
 
 
@@ -103,7 +105,7 @@ def copied(folder: Path) -> frozenset[str]:
 
 def counts(placed: Mapping[str, Placed]) -> dict[str, int]:
     found = Counter(each.how for each in placed.values())
-    return {how: found[how] for how in (QUANTIZED, KEPT, COPIED)}
+    return {how: found[how] for how in HOW}
 
 
 def _same_size(shape: tuple[int, ...], each: Placed) -> bool:
@@ -125,7 +127,7 @@ def differences(
             expected.add(name)
             if name not in entries:
                 problems.append((name, f"missing: {TENSORS} says {source} became it."))
-            elif each.how != QUANTIZED and not _same_size(entries[name].shape, each):
+            elif each.how in (KEPT, COPIED) and not _same_size(entries[name].shape, each):
                 told = f"has shape {entries[name].shape}, {TENSORS} says {each.shape}"
                 told += f" for {len(each.names)} tensors of a size" if each.names[1:] else ""
                 problems.append((name, f"{told}."))

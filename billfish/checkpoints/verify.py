@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from billfish.checkpoints import mxfp4
 from billfish.checkpoints import write as files
 from billfish.checkpoints.config import CONFIG, READ, read_config, read_json
 from billfish.checkpoints.header import read_header
@@ -154,8 +155,23 @@ class Survey(Checkpoint):
         if dialect is not None and not self.checked["packed_linears"] and self.entries:
             told = f"it says {dialect.name}, and no layer of the files is packed that way."
             self.complain(CONFIG, None, told)
+        if mxfp4.is_mxfp4(self.config):
+            if not self.check_mxfp4():
+                return
+            shapes = {name: entry.shape for name, entry in mxfp4.decoded(self.entries).items()}
         if self.whole and self.told and not self.lost and not unsupported:
             self.check_class(shapes)
+
+    def check_mxfp4(self) -> bool:
+        """Check blocks and scales; whether they can be decoded."""
+        broken = mxfp4.problems(self.entries)
+        for name, told in broken:
+            if name not in self.lost:
+                self.about(name, told)
+        for name in () if broken else self:
+            if mxfp4.is_scales(name):
+                self.check_finite(name, mxfp4.SCALES[self.tensor(name).int()])
+        return not broken
 
     def check_finite(self, name: str, tensor: Tensor) -> None:
         problem = first_nonfinite("", tensor)

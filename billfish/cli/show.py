@@ -334,10 +334,9 @@ def inspection(result: Result) -> None:
         facts.append(("true bits", f"{bits['packed']:.4f} per packed weight{whole}"))
     facts.append(("size", f"{size(result['bytes']['total'])} in {len(result['files'])} files"))
     if result["source"]:
-        told = ", ".join(
-            f"{result['source'][how]} {how}" for how in ("quantized", "kept", "copied")
-        )
-        facts.append(("source", f"{result['source']['tensors']} tensors: {told}"))
+        source, hows = result["source"], ("quantized", "kept", "decoded", "copied")
+        told = ", ".join(f"{source[how]} {how}" for how in hows if source[how])
+        facts.append(("source", f"{source['tensors']} tensors: {told}"))
     if result["unsupported"]:
         facts.append(("cannot run", result["unsupported"]))
     lines(facts)

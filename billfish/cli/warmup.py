@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from billfish.checkpoints.experts import SINGLE
 from billfish.checkpoints.packed import packed_linears, recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
@@ -32,9 +33,9 @@ def warmup(
     """Compile what is not cached; returns counts, seconds and each kernel's resources."""
     arch = target(arch)
     checkpoint = Checkpoint(model)
-    schemes = schemes_of(checkpoint)
+    schemes, experts = schemes_of(checkpoint)
     activations = DTYPES.get(dtype) or dtype_of(checkpoint)
-    wanted = programs(schemes, activations, arch)
+    wanted = programs(schemes, activations, arch, experts)
     begin = time.perf_counter()
     cached = {program: jit.is_cached(program, arch) for program in wanted}
     cubins = jit.build_all(wanted, arch, say)
@@ -74,18 +75,21 @@ def target(arch: str | None) -> str:
     return arch
 
 
-def schemes_of(checkpoint: Checkpoint) -> Counter[Scheme]:
-    """The schemes of the packed linears, and how many linears have each."""
+def schemes_of(checkpoint: Checkpoint) -> tuple[Counter[Scheme], list[Scheme]]:
+    """The schemes of the packed linears, and how many linears have each; and those of experts that
+    may run all at once, which biases prevent (models/joined.py, stack)."""
     dialect, name, unsupported = recognize(checkpoint)
     if unsupported:
         raise UserError(f"{checkpoint.path}: {unsupported}")
-    found = Counter(layer.scheme for layer in packed_linears(checkpoint, dialect))
-    if not found:
+    layers = list(packed_linears(checkpoint, dialect))
+    if not layers:
         raise UserError(
             f"{checkpoint.path}: not a quantized model ({name}), so it needs no kernels of ours. "
             "`billfish quantize` makes one."
         )
-    return found
+    single = [layer for layer in layers if SINGLE.fullmatch(f"{layer.module}.weight")]
+    experts = [layer.scheme for layer in single if f"{layer.module}.bias" not in checkpoint]
+    return Counter(layer.scheme for layer in layers), list(dict.fromkeys(experts))
 
 
 def dtype_of(checkpoint: Checkpoint) -> torch.dtype:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import __version__ as transformers_version
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -36,6 +37,8 @@ from billfish.schemes.dialect import Dialect, refuse_unknown
 from billfish.schemes.registry import compile_kernels
 
 logger = logging.get_logger(__name__)
+# Whether transformers lets a quantizer choose how tensors are converted as they are loaded.
+LOADS_EXPERTS = hasattr(HfQuantizer, "update_weight_conversions")
 
 
 class BillfishConfig(QuantizationConfigMixin):
@@ -122,10 +125,11 @@ class BillfishQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        warn_if_slow(model.dtype, kwargs.get("device_map"))
+        self.dtype = model.dtype
+        warn_if_slow(self.dtype, kwargs.get("device_map"))
         self.files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
         held = tensor_dtypes(self.files)
-        split_experts(model)
+        experts = tuple(f"{name}." for name in split_experts(model))
         parts: dict[str, dict[str, torch.dtype]] = {}
         for tensor, dtype in held.items():
             owner, _, part = tensor.rpartition(".")
@@ -135,6 +139,12 @@ class BillfishQuantizer(HfQuantizer):
             if not isinstance(module, nn.Linear):
                 continue
             in_file = self._name_in_file(name, model.base_model_prefix, held)
+            if in_file != name and name.startswith(experts) and not LOADS_EXPERTS:
+                raise UserError(
+                    f"{in_file}: transformers {transformers_version} fuses experts whose names in "
+                    f"the files are not the model's ({name}), packed or not. Install a newer one: "
+                    "pip install 'transformers>=5.8'."
+                )
             packed = f"{in_file}.{self.dialect.words}" in held
             scheme = self.dialect.scheme(in_file)
             if packed and scheme is None:
@@ -160,10 +170,11 @@ class BillfishQuantizer(HfQuantizer):
             stored = StoredLinear(self.dialect, scheme, module, bias, parts.get(in_file, {}))
             replace_module(model, name, stored)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Experts are loaded one by one, as files hold them; transformers would fuse them."""
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """Experts are loaded one by one, as files hold them; transformers would fuse them. It asks
+        from 5.8 on, and gives the model from 5.21 on."""
         kept = [rule for rule in weight_conversions if not is_fusing(rule)]
-        return super().update_weight_conversions(kept, model)  # type: ignore[no-untyped-call]
+        return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
     def _refuse_unread(self, model: Any) -> None:
         """Raise if no module takes a tensor of the files. A class that config.json does not name,
@@ -182,6 +193,7 @@ class BillfishQuantizer(HfQuantizer):
         return name
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        cast_renamed(model, self.dtype, tensor_dtypes(self.files))
         waiting = [(n, m) for n, m in model.named_modules() if isinstance(m, StoredLinear)]
         schemes: dict[str, Scheme] = {}
         prepare_kernels(waiting)
@@ -224,6 +236,14 @@ class BillfishQuantizer(HfQuantizer):
 
 def tensor_dtypes(files: Iterable[str]) -> dict[str, torch.dtype]:
     return {name: entry.dtype for f in files for name, entry in read_header(Path(f)).items()}
+
+
+def cast_renamed(model: nn.Module, dtype: torch.dtype, held: Container[str]) -> None:
+    """Up to 5.21 transformers leaves tensors of quantized models that have other names in the files
+    (Mixtral's router) in their 16-bit type there."""
+    for name, parameter in model.named_parameters():
+        if name not in held and parameter.is_floating_point() and parameter.itemsize == 2:
+            parameter.data = parameter.data.to(dtype)
 
 
 def was_loaded(tensor: Tensor) -> bool:

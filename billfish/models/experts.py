@@ -34,7 +34,12 @@ class Gating(nn.Module):
         super().__init__()
         fused._parameters.clear()  # only its rule is needed
         self.rule = (fused,)  # in a tuple: no submodule, which transformers would initialize
-        self.concatenated = bool(fused.is_concatenated)
+        # Whether all gates come before all ups, or they take turns; found by trial, as transformers
+        # says it from 5.7 on only: the second number changes the second output, or the first.
+        pair = torch.ones(2, 4, device="cpu")
+        pair[1, 1] = 2
+        one, other = fused._apply_gate(pair)
+        self.concatenated = bool(one[1] != other[1])
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         both = (
@@ -194,8 +199,8 @@ def idle_experts(block: nn.Module) -> Iterator[None]:
 def is_fused(module: nn.Module) -> bool:
     """Whether these are experts of transformers in a layout that Experts can take over."""
     parts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    layout = all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_bias"))
-    # transformers up to 5.17 lacks this attribute.
+    layout = all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "has_bias"))
+    # transformers up to 5.19 lacks this attribute.
     norm = getattr(module, "has_post_expert_norm", False)
     plain = getattr(module, "has_gate", False) and not norm
     return layout and plain and all(isinstance(p, Tensor) and p.ndim == 3 for p in parts)

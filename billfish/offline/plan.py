@@ -36,7 +36,7 @@ def plan(request: QuantizeRequest) -> dict[str, Any]:
     linears = find_linears(task)
     rows = [layer_row(task, linear) for linear in linears]
     sizes = result_bytes(task)
-    parameters = sum(prod(entry.shape) for entry in source.entries.values())
+    parameters = sum(prod(entry.shape) for entry in task.source.entries.values())
     made = [row for row in rows if row["skip"] is None]
     weights = sum(row["n"] * row["k"] for row in made)
     tokens = 0 if data is None else data.tokens

@@ -3,7 +3,7 @@
 Both run over a few prompts, block by block: the weights of one block (of its experts one) are in
 memory at a time, read from the source and decoded from the shard. Each block also runs alone, on
 the inputs that it has in the original, which tells where a fault begins, however little is left of
-the states behind it.
+the states behind it; and so does each expert, as few tokens may reach it.
 
 Nothing is generated: at every position both models see the same text, and their next tokens are
 compared (teacher forcing). One pass gives what 64 passes would, but for what follows a difference.
@@ -23,15 +23,25 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tokenizer import load_tokenizer, refuse_foreign
 from billfish.errors import UserError
 from billfish.models.blocks import Arguments, Read, StreamedModel
+from billfish.models.experts import Experts, routed
 from billfish.models.load import rows_of
-from billfish.models.passes import rounded_input
+from billfish.models.passes import Call, rounded_input
 from billfish.offline.streaming import return_freed_memory
 from billfish.offline.task import Task
 from billfish.offline.text import SAMPLE, read_documents
-from billfish.offline.verdict import NO_ANSWERS, Answers, Block, faults, verdict
+from billfish.offline.verdict import (
+    NO_ANSWERS,
+    Answers,
+    Block,
+    Expert,
+    expert_figures,
+    faults,
+    verdict,
+)
 from billfish.schemes.registry import quantizer
 
 PROMPTS, LENGTH = 4, 64  # texts and their tokens; the second half of each is compared
+UNREACHED = 16  # about as many tokens for an expert that none is routed to
 CHARACTERS = 16 * LENGTH  # of a text, enough for LENGTH tokens
 
 
@@ -118,18 +128,24 @@ def check(task: Task, shards: list[Path], tell: Callable[[int], None]) -> dict[s
     `problem` says in sentences what is wrong, or is None.
     """
     model, written, given = task.model, Written(task, shards), prompts(task)
-    blocks = []
+    blocks, experts = [], []
     with torch.no_grad():
         wanted, arguments = _first(model, given.ids, None)
         found, _ = _first(model, given.ids, written.read)
         for index in range(len(model.blocks)):
             prefix, inputs = model.block_prefix(index), wanted
             model.fill(prefix)
-            wanted = model.run(index, inputs, arguments)
+            with _routing(model.blocks[index]) as calls:
+                wanted = model.run(index, inputs, arguments)
+            originals = dict(_each_expert(model.blocks[index], calls))
             model.drop(prefix)
             model.fill(prefix, read=written.read)
             with written.rounding(index):  # one run: experts are decoded whenever they run
                 both = model.run(index, torch.cat((inputs, found)), arguments)
+                for name, made in _each_expert(model.blocks[index], calls):
+                    right = originals.pop(name)
+                    error = _median_error(made, right, right)
+                    experts.append(Expert(prefix + name, error, len(right)))
             alone, found = both.chunk(2)
             model.drop(prefix)
             own = _median_error(alone, wanted, wanted - inputs)
@@ -143,13 +159,41 @@ def check(task: Task, shards: list[Path], tell: Callable[[int], None]) -> dict[s
         **(answers.figures() if answers else NO_ANSWERS),
         "blocks": [block.figures() for block in blocks],
         "faults": [block.index for block in faults(blocks)],
-        "problem": verdict(blocks, answers, model.prefix),
+        "experts": expert_figures(experts),
+        "problem": verdict(blocks, answers, model.prefix, experts),
     }
 
 
 def _first(model: StreamedModel, ids: Tensor, read: Read | None) -> tuple[Tensor, Arguments]:
     states, arguments = model.first_inputs([ids, torch.cat((ids, ids))], read)
     return states[0], arguments
+
+
+@contextmanager
+def _routing(block: nn.Module) -> Iterator[dict[str, Call]]:
+    """Within this context: what routers give each Experts of the block, by its path."""
+    calls: dict[str, Call] = {}
+    with ExitStack() as stack:
+        for path, module in block.named_modules():
+            if isinstance(module, Experts):
+
+                def see(module: nn.Module, given: Call, path: str = path) -> None:
+                    calls[path] = given
+
+                stack.callback(module.register_forward_pre_hook(see).remove)
+        yield calls
+
+
+def _each_expert(block: nn.Module, calls: dict[str, Call]) -> Iterator[tuple[str, Tensor]]:
+    """Name and output of each expert alone, on the tokens that are routed to it, or on some if none
+    are: an expert that the texts do not reach may be broken, too."""
+    for path, (hidden, index, _) in calls.items():
+        experts = block.get_submodule(path)
+        assert isinstance(experts, Experts)
+        own = {expert: hidden[rows] for expert, rows, _ in routed(index, experts.count)}
+        some = hidden[:: max(1, len(hidden) // UNREACHED)]
+        for expert in range(experts.count):
+            yield f"{path}.{expert}", experts.run(expert, own.get(expert, some))
 
 
 def _median_error(found: Tensor, wanted: Tensor, scale: Tensor) -> float:

@@ -218,10 +218,9 @@ class Task:
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal for two runs to give the same bytes."""
         request = self.request
-        shards = sorted({entry.file for entry in self.source.entries.values()})
-        header = json.dumps(
-            {n: [e.file, str(e.dtype), e.shape] for n, e in self.source.entries.items()}
-        )
+        held = self.source.held
+        shards = sorted({entry.file for entry in held.values()})
+        header = json.dumps({n: [e.file, str(e.dtype), e.shape] for n, e in held.items()})
         return {
             "scheme": fields(self.scheme),
             "method": request.method,

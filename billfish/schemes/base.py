@@ -155,6 +155,10 @@ class LinearOp(Protocol):
     def programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
         """CUDA kernels that layers of this scheme in a model of `dtype` may need on `arch`."""
 
+    @classmethod
+    def stack_programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+        """Those of `stack`."""
+
     def __init__(self, scheme: Any, tensors: Tensors) -> None:
         """Convert the tensors to the op's layout. The caller may free them afterwards."""
 
@@ -243,6 +247,10 @@ class Op:
 
     @classmethod
     def programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+        return ()
+
+    @classmethod
+    def stack_programs(cls, scheme: Any, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
         return ()
 
     @classmethod

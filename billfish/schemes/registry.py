@@ -124,15 +124,16 @@ def choose_op(
     )
 
 
-def programs(schemes: Iterable[Scheme], dtype: torch.dtype, arch: str) -> list[Program]:
-    """All CUDA kernels that layers of these schemes in a model of `dtype` may need on `arch`."""
-    wanted = {
-        program: None
-        for scheme in schemes
-        for op in ops_of(scheme)
-        for program in op.programs(scheme, dtype, arch)
-    }
-    return list(wanted)
+def programs(
+    schemes: Iterable[Scheme], dtype: torch.dtype, arch: str, experts: Iterable[Scheme] = ()
+) -> list[Program]:
+    """All CUDA kernels that layers of these schemes in a model of `dtype` may need on `arch`, and
+    layers of experts of those in `experts`."""
+    wanted = [
+        p for scheme in schemes for op in ops_of(scheme) for p in op.programs(scheme, dtype, arch)
+    ]
+    wanted += [p for s in experts for op in ops_of(s) for p in op.stack_programs(s, dtype, arch)]
+    return list(dict.fromkeys(wanted))
 
 
 def compile_kernels(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import write_checkpoint
 from tiny_checkpoint import edit_json, tiny_llama
 from typer.testing import CliRunner
 
@@ -43,8 +44,9 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = []
 
-    def programs(schemes, dtype, arch):
+    def programs(schemes, dtype, arch, experts):
         asked.extend((scheme, dtype, arch) for scheme in schemes)
+        asked.extend(("experts", scheme) for scheme in experts)
         return [Program(PROBE, f"billfish::probe<{i}>") for i in (2, 3)]
 
     monkeypatch.setattr(warmup, "programs", programs)
@@ -66,6 +68,19 @@ def test_compiles_once(packed, asked):
     result = warmup.warmup(packed, "sm_90a", "auto", said.append)
     assert (result["compiled"], result["cached"]) == (0, 2) and len(said) == 3
     assert warmup.warmup(packed, "sm_80")["compiled"] == 2  # other machine code
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stacked"), [("MixtralForCausalLM", True), ("GptOssForCausalLM", False)]
+)
+def test_experts_are_asked_for_unless_biases_keep_them_apart(
+    tmp_path, asked, architecture, stacked
+):
+    source = write_checkpoint(tmp_path / "source", architecture)
+    scheme = W4A16(4, 64)
+    quantize(QuantizeRequest(source, tmp_path / "out", scheme, "rtn", check=False))
+    warmup.warmup(tmp_path / "out", "sm_90a")
+    assert asked == [(scheme, torch.bfloat16, "sm_90a"), *[("experts", scheme)] * stacked]
 
 
 @pytest.mark.parametrize(

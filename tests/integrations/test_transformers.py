@@ -19,11 +19,15 @@ from foreign_fixtures import (
 from safetensors.torch import load_file, save_file
 from thorough import also
 from transformers import AutoModel, AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
 
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.integrations import register_when_imported
+from billfish.integrations.transformers import BillfishQuantizer, cast_renamed
 from billfish.models.linear import QuantLinear
 from billfish.offline.driver import quantize
 from billfish.offline.request import QuantizeRequest
@@ -465,3 +469,38 @@ def test_the_type_it_runs_in_changes_no_weight(llama, tmp_path, dtype):
         scales = layer.tensors()["weight_scale"]
         assert scales.dtype == torch.float16
         assert torch.equal(scales, stored.tensor(f"{name}.weight_scale"))
+
+
+@pytest.mark.parametrize("given", [(), ("the model",)], ids=["up to 5.20", "from 5.21 on"])
+def test_transformers_asks_for_conversions_with_and_without_the_model(monkeypatch, given):
+    """Rules that fuse experts are taken out, whichever transformers asks."""
+    seen = []
+
+    def own(self, rules, *model):
+        seen.append((rules, model))
+        return rules
+
+    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", own, raising=False)
+    rules = [WeightRenaming("a", "b"), *get_checkpoint_conversion_mapping("mixtral")]
+    left = BillfishQuantizer.update_weight_conversions(
+        BillfishQuantizer.__new__(BillfishQuantizer), rules, *given
+    )
+    assert seen == [(left, given)]
+    assert left == [rule for rule in rules if isinstance(rule, WeightRenaming)] and len(left) == 2
+
+
+def test_renamed_tensors_have_the_models_type():
+    """Up to transformers 5.21 they come in that of the files."""
+    model = torch.nn.ParameterDict(
+        {
+            "same": torch.ones(2, dtype=torch.bfloat16),
+            "renamed": torch.ones(2, dtype=torch.bfloat16),
+            "wide": torch.ones(2, dtype=torch.float64),  # some are kept wider than the model
+        }
+    )
+    cast_renamed(model, torch.float32, {"same"})
+    assert {name: parameter.dtype for name, parameter in model.items()} == {
+        "same": torch.bfloat16,
+        "renamed": torch.float32,
+        "wide": torch.float64,
+    }

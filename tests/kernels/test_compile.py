@@ -16,7 +16,8 @@ from billfish.errors import UserError
 from billfish.kernels import cache, jit
 from billfish.schemes import registry
 from billfish.schemes.w4a16 import W4A16
-from billfish.schemes.w4a16.cuda import arrange
+from billfish.schemes.w4a16.cuda import arrange, experts
+from billfish.schemes.w4a16.cuda.instances import kind_of
 
 PACKAGE = Path(billfish.__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a")
@@ -123,6 +124,24 @@ def test_programs_are_named_once_and_follow_the_scheme(arch, dtype):
         assert set(registry.programs([one], dtype, arch)) != set(
             registry.programs([other], dtype, arch)
         )
+
+
+def test_programs_of_experts_are_listed_where_they_run():
+    """Those that the experts' plan builds: Hopper, up to 4 bits, no order of columns."""
+    for scheme in (W4A16(4, 128), W4A16(3, 32, False)):
+        for dtype in DTYPES:
+            own = registry.programs([scheme], dtype, "sm_90a")
+            listed = registry.programs([scheme], dtype, "sm_90a", [scheme])
+            expected = experts.programs(kind_of(scheme, "decode", dtype))
+            assert listed == [*own, *expected] and len(expected) == 12
+    for scheme, arch in (
+        (W4A16(4, 128), "sm_80"),
+        (W4A16(4, 128), "sm_100a"),
+        (W4A16(8, 128), "sm_90a"),
+        (W4A16(4, 128, has_g_idx=True), "sm_90a"),
+    ):
+        listed = registry.programs([scheme], torch.float16, arch, [scheme])
+        assert listed == registry.programs([scheme], torch.float16, arch)
 
 
 @pytest.mark.parametrize("group", [32, 64, 96])

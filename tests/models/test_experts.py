@@ -15,6 +15,7 @@ from billfish.models.blocks import StreamedModel
 from billfish.models.experts import (
     Choice,
     Experts,
+    Gating,
     gates_of,
     idle_experts,
     is_fused,
@@ -54,13 +55,19 @@ def test_single_experts_compute_what_fused_ones_compute(tmp_path, architecture):
         assert not torch.allclose(changed, seen[1], rtol=1e-3, atol=1e-4)
 
 
-def test_experts_of_transformers_without_a_word_on_norms_are_taken_over(tmp_path):
-    path = write_checkpoint(tmp_path / "model", "MixtralForCausalLM")
-    experts = transformers.MixtralForCausalLM.from_pretrained(path).model.layers[0].mlp.experts
-    vars(experts).pop("has_post_expert_norm", None)  # up to transformers 5.17
+@pytest.mark.parametrize(
+    ("architecture", "concatenated"), [("MixtralForCausalLM", True), ("GptOssForCausalLM", False)]
+)
+def test_experts_of_older_transformers_are_taken_over(tmp_path, architecture, concatenated):
+    path = write_checkpoint(tmp_path / "model", architecture)
+    model = getattr(transformers, architecture).from_pretrained(path)
+    experts = model.model.layers[0].mlp.experts
+    vars(experts).pop("has_post_expert_norm", None)  # up to transformers 5.19
+    vars(experts).pop("is_concatenated", None)  # up to transformers 5.6
     assert is_fused(experts)
     experts.has_post_expert_norm = True
     assert not is_fused(experts)
+    assert Gating(experts).concatenated is concatenated
 
 
 def test_names_come_from_the_table_of_transformers():
@@ -127,6 +134,16 @@ def test_fused_files_are_shown_as_single_linears(tmp_path):
     assert view.nbytes == Checkpoint(path).nbytes
     for name, entry in view.entries.items():
         assert view.tensor(name).shape == entry.shape and view.tensor(name).nbytes == entry.nbytes
+
+
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "gate_up_proj_bias"])
+def test_fused_files_of_another_shape_are_refused(tmp_path, leaf):
+    path = write_checkpoint(tmp_path / "model", "GptOssForCausalLM")
+    held = load_file(path / "model.safetensors")
+    held[f"model.layers.1.mlp.experts.{leaf}"] = torch.tensor(1.0)
+    save_file(held, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"experts\.{leaf}' has shape \(\)"):
+        stream(path)
 
 
 def test_experts_are_not_mistaken_for_the_blocks(tmp_path):

@@ -86,6 +86,7 @@ def test_a_fault_that_the_answers_hide_stands_out(tmp_path, llama, text, monkeyp
 def test_healthy_models_are_not_called_broken(tmp_path, wide, text, scheme):
     check = quantize(request(wide, tmp_path / "out", text, scheme=scheme))["check"]
     assert check["problem"] is None and check["faults"] == [], check
+    assert check["experts"] is None
     assert 0 <= check["kl"] < check["kl_uniform"]
     assert 0 < check["greedy_same"] <= check["greedy_tokens"] == 4 * 32
 

@@ -2,6 +2,7 @@
 the engine, traced by the tensor manifest, compared with the original by the sentinel."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -19,13 +20,14 @@ from billfish.checkpoints.verify import verify
 from billfish.engine.llm import LLM
 from billfish.engine.sampling import SamplingParams
 from billfish.errors import UserError
+from billfish.integrations import transformers as integration
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 from billfish.offline import sentinel
 from billfish.offline.driver import Job, quantize
 from billfish.offline.plan import plan
 from billfish.offline.task import Task
-from billfish.offline.verdict import Answers
+from billfish.offline.verdict import Answers, Expert, failing, verdict
 from billfish.schemes.w4a16 import W4A16
 
 PREFIX = "model.layers.0.mlp.experts"
@@ -149,6 +151,17 @@ def test_engine_and_transformers_write_the_same(made, packed):
         assert list(tokens) == expected[0, ids.shape[1] :].tolist()
 
 
+def test_transformers_that_fuses_renamed_experts_is_refused(made, monkeypatch):
+    """Up to 5.7 it leaves only those alone whose names in the files are the model's."""
+    architecture, _, out, _ = made
+    monkeypatch.setattr(integration, "LOADS_EXPERTS", False)
+    if architecture == "MixtralForCausalLM":
+        with pytest.raises(UserError, match=r"experts\.0\.w1: .* fuses .*transformers>=5\.8"):
+            load(out)
+    else:
+        load(out)
+
+
 def test_other_formats_hold_them(made, packed, tmp_path):
     _, source, out, _ = made
     convert(out, tmp_path / "gptq", "gptq")
@@ -219,7 +232,8 @@ def test_fused_experts_that_stay_dense_and_strangers_are_placed(fused):
     source, out, report = fused
     placed, found = read_tensors(out), Checkpoint(out)
     held = load_file(source / "model.safetensors")
-    assert report["tensors"] == {"quantized": 2, "kept": len(placed) - 3, "copied": 1}
+    counts = {"quantized": 2, "kept": len(placed) - 3, "decoded": 0, "copied": 1}
+    assert report["tensors"] == counts
     assert plan(asked(source, None, "", **FEW))["copied"][0]["name"] == DRAFT
     assert torch.equal(found.tensor(DRAFT), held[DRAFT])
     both = f"{PREFIX}.gate_up_proj"
@@ -282,3 +296,44 @@ def test_broken_experts_are_named_by_their_block(tmp_path, text, monkeypatch, ar
     check = quantize(asked(source, tmp_path / "out", text, method="rtn", check=True))["check"]
     assert check["faults"] == [1] and "model.layers.1 begins to fail" in check["problem"]
     assert check["blocks"][1]["own_error"] > 10 > 1 > check["blocks"][0]["own_error"]
+
+
+@pytest.mark.parametrize(("expert", "reached"), [(0, True), (11, True), (11, False)])
+def test_one_broken_expert_of_many_is_named(tmp_path, text, monkeypatch, expert, reached):
+    """Few tokens reach it, or none: its block does not stand out."""
+    source = write_checkpoint(tmp_path / "source", "Qwen3MoeForCausalLM", num_experts=16)
+    real, lost = Job._block_tensors, f"model.layers.1.mlp.experts.{expert}"
+    if not reached:
+        held = load_file(source / "model.safetensors")
+        router = held["model.layers.1.mlp.gate.weight"]
+        router[2:4], router[4:] = -router[:2], 0  # two of the first four are always above 0
+        save_file(held, source / "model.safetensors", {"format": "pt"})
+
+    def wrong(self, index, *given):
+        made = real(self, index, *given)
+        broken = [n for n in made if n.startswith(f"{lost}.") and n.endswith("weight_scale")]
+        return made | {name: 50 * made[name] for name in broken}
+
+    monkeypatch.setattr(Job, "_block_tensors", wrong)
+    check = quantize(asked(source, tmp_path / "out", text, method="rtn", check=True))["check"]
+    (found,) = check["experts"]["faults"]
+    assert found["name"] == lost and found["error"] > 100
+    assert reached or found["tokens"] == 16
+    assert check["faults"] == [] and "No block stands out" not in check["problem"]
+    assert f"1 of 32 experts fail, first {lost}: on {found['tokens']} of" in check["problem"]
+    assert check["experts"]["count"] == 32 and check["experts"]["median_error"] < 0.1
+
+
+def test_which_experts_fail():
+    """Errors far above the median alone are GPTQ's on few tokens; NaN is none."""
+
+    def names(*errors):
+        return [e.name for e in failing([Expert(str(i), own, 3) for i, own in enumerate(errors)])]
+
+    assert names(0.02, 0.03, 1.1, 0.02) == []
+    assert names(0.02, 2.1, 0.02, math.nan) == ["1", "3"]
+    assert names(0.9, 0.8, 2.6, 5.5) == []  # two bits: all are bad
+    assert verdict([], None, "layers", []) is None
+    many = [Expert(f"e{i}", 9.0 if i < 6 else 0.1, 3) for i in range(20)]
+    told = verdict([], None, "layers", many)
+    assert "6 of 20 experts fail, first e0, then e1, e2, e3, ...: on 3 of" in told

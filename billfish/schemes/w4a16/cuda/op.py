@@ -19,8 +19,17 @@ from billfish.schemes.gpu import GpuOp, at_least
 from billfish.schemes.w4a16 import columns
 from billfish.schemes.w4a16.cuda import arrange
 from billfish.schemes.w4a16.cuda.experts import CudaExperts, Stack, refuses
+from billfish.schemes.w4a16.cuda.experts import programs as experts_programs
 from billfish.schemes.w4a16.cuda.gated import RUN, interleaved, order
-from billfish.schemes.w4a16.cuda.instances import BATCH_ARCH, KINDS, Kind, programs, runs_batches
+from billfish.schemes.w4a16.cuda.instances import (
+    BATCH_ARCH,
+    KINDS,
+    TYPES,
+    Kind,
+    kind_of,
+    programs,
+    runs_batches,
+)
 from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
 
@@ -47,6 +56,13 @@ class CudaOp(GpuOp):
     @classmethod
     def programs(cls, scheme: W4A16, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
         return programs(scheme, cls.kernel, dtype, arch)
+
+    @classmethod
+    def stack_programs(cls, scheme: W4A16, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+        if dtype not in TYPES or scheme.has_g_idx:
+            return ()
+        kind = kind_of(scheme, cls.kernel, dtype)
+        return experts_programs(kind) if runs_batches(kind, dtype, arch) else ()
 
     def __init__(self, scheme: W4A16, tensors: Tensors) -> None:
         self.scheme = self.inner = scheme
@@ -181,6 +197,10 @@ class InvariantOp(CudaOp):
 
     name: ClassVar[str] = "invariant"
     batch_invariant: ClassVar[bool] = True
+
+    @classmethod
+    def stack_programs(cls, scheme: W4A16, dtype: torch.dtype, arch: str) -> tuple[Program, ...]:
+        return ()
 
     @classmethod
     def stack(cls, experts: Sequence[Sequence[Self]], dtype: torch.dtype) -> None:
