@@ -17,7 +17,6 @@ CLUSTER = 2
 STAGE_RECORDS = 4
 MOST_STAGES = 8  # kernels reserve barriers for this many
 BARRIER_BYTES = 256
-RESERVED = 1024  # bytes of shared memory that CUDA reserves for each CTA
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Tile:
     blocks: int
     stages: int
     smem: int
+    asked: int  # bytes of shared memory, more than it uses where an SM must not get two CTAs
 
 
 def tokens_of(m: int) -> int:
@@ -49,7 +49,9 @@ def pick(
 
     Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
     those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
-    weights (PDL). Larger layers use both slots: 57344 x 8192 takes 57 us instead of 63.
+    weights (PDL). Larger layers use both slots: 57344 x 8192 takes 57 us instead of 63. After such
+    a launch CTAs with one band ask for more than half an SM: else the SMs that are free first would
+    get two of them, and the others none.
     """
     tokens = tokens_of(m)
     total = -(-n // BAND)
@@ -61,8 +63,10 @@ def pick(
     passes = -(-share // bands)
     fixed = BARRIER_BYTES + sums_bytes(tokens) * min(passes, buffers) + besides
     each = stage(tokens, bands)
-    room = gpu.smem_per_sm // 2 - RESERVED
+    room = gpu.half
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - fixed) // each)
-    return Tile(tokens, bands, clusters * CLUSTER, stages, fixed + stages * each)
+    smem = fixed + stages * each
+    asked = max(smem, gpu.alone) if share == 1 else smem
+    return Tile(tokens, bands, clusters * CLUSTER, stages, smem, asked)

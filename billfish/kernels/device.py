@@ -14,6 +14,8 @@ import torch
 from billfish.errors import UserError
 
 HOPPER = (9, 0)  # compute capability; code for sm_90a runs on no other
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each CTA
+ALIGNED = 128  # bytes that shared memory is given in
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,16 @@ class Gpu:
     smem_per_block: int  # bytes, the opt-in maximum: 227 KB on Hopper
     smem_per_sm: int
     l2_bytes: int
+
+    @property
+    def half(self) -> int:
+        """Bytes of shared memory of a CTA of which an SM holds two."""
+        return self.smem_per_sm // 2 - RESERVED
+
+    @property
+    def alone(self) -> int:
+        """A little more: an SM holds one such CTA, and one of another kernel."""
+        return self.half + ALIGNED
 
 
 def arch_of(major: int, minor: int) -> str:

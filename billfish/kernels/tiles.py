@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from billfish.kernels.clusters import BAND, RESERVED
+from billfish.kernels.clusters import BAND
 from billfish.kernels.device import Gpu
 
 THREADS = 384  # a producer warpgroup, two that multiply
@@ -78,6 +78,7 @@ class Launch:
     stages: int
     stage_bytes: int
     smem: int
+    asked: int  # more than it uses where no SM must get two CTAs while another one has none
     early: bool  # the next kernel may start early (PDL), as this one occupies every SM
 
     @property
@@ -94,7 +95,7 @@ def launch(
     would be whole tiles."""
     stage = cut.tokens * SLICE * held.input + TEAMS * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
-    room = gpu.smem_per_block if cut.per_sm == 1 else gpu.smem_per_sm // 2 - RESERVED
+    room = gpu.smem_per_block if cut.per_sm == 1 else gpu.half
     rest = BARRIER_BYTES + TURN_BYTES + cut.tokens * held.token + cut.outputs * held.output
     stages = min(MOST_STAGES, (room - rest) // stage)
     smem = stages * stage + rest
@@ -120,7 +121,8 @@ def launch(
         whole = max(0, tiles // blocks - 1) * blocks
     # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
-    return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, stage, smem, early)
+    asked = max(smem, gpu.alone) if blocks <= gpu.sms else smem
+    return Launch(cut, m_tiles, n_tiles, whole, blocks, stages, stage, smem, asked, early)
 
 
 def cuts(

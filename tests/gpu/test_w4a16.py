@@ -26,12 +26,15 @@ from w4a16_layers import (
     make,
     name,
     op_of,
+    planes,
     same,
     some_x,
 )
 
 from billfish.kernels.launch import plain_launches
 from billfish.schemes.w4a16 import W4A16
+from billfish.schemes.w4a16.cuda.op import CudaOp
+from billfish.schemes.w4a16.cuda.plan import TWO_PLANES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
@@ -84,15 +87,20 @@ def test_bias_that_lies_oddly(layer):
 
 
 def identity_is_exact(op, weight, dtype, most=2048):
-    """Each row of the identity fetches one column of the weight, rounded once."""
+    """Each row of the identity fetches one column of the weight, rounded once; or, where
+    w4a16_batch decodes two planes, each of them rounded once."""
     k = weight.shape[1]
     count = min(k, most)
     expected = weight.to(dtype).T
+    batches = type(op) is CudaOp and op.shape.planes == 2 and op.shape.scale_dtype == dtype
+    split = sum(plane.to(dtype).float() for plane in planes(op)).to(dtype).T if batches else None
     eye = torch.eye(count, k, dtype=dtype, device=DEVICE)
     for m in (1, 5, 8, 13, 16, 33, 64, 65, 200, count):
         few = eye[: 8 * m] if m < 16 else eye
         y = torch.cat([op(x) for x in few.split(m)])
-        assert torch.equal(y, expected[: len(few)]), m
+        rows = [split if batches and 16 < len(x) <= TWO_PLANES else expected for x in few.split(m)]
+        wanted = [each[i * m : i * m + m] for i, each in enumerate(rows)]
+        assert torch.equal(y, torch.cat(wanted)[: len(few)]), m
     last = torch.zeros(1, k, dtype=dtype, device=DEVICE)
     for column in {k - 1, k // 2, k - k % 128 - 1} & set(range(k)):
         last.zero_()[0, column] = 1

@@ -32,6 +32,17 @@ SCHEMES = [
 MISTAKES = (UserError, ValueError, TypeError, RuntimeError)  # with a message; not KeyError
 
 
+def planes(op):
+    """The decoded weight as the sum of its two planes of nibbles, fp32."""
+    scheme, tensors = op.scheme, op.canonical()
+    codes, zeros, scales = scheme.codes(tensors), scheme.zeros(tensors), tensors["weight_scale"]
+    size = codes.shape[1] // scales.shape[1]
+    codes = codes.double()
+    zeros, scales = (each.double().repeat_interleave(size, 1) for each in (zeros, scales))
+    high = (codes // 16 - zeros // 16) * scales * 16
+    return high.float(), ((codes % 16 - zeros % 16) * scales).float()
+
+
 def takes(scheme, k):
     return scheme.group_size == -1 or k % scheme.group_size == 0
 

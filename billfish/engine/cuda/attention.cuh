@@ -247,6 +247,7 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
     u32 parity = 0, which = 0, item_parity = 0;
     u32 before = ~0u;  // in thread 0: chunks that were finished before the last item's
     bool owes = false;
+    dependency_wait();  // rather than polling a barrier, beside the product that makes q
 
     // If the previous item was the last chunk of its sequence to finish: combines the chunks.
     const auto ask = [&] {

@@ -83,6 +83,6 @@ class Launcher:
                 records.shape[1],
                 *rest,
             )
-            kernel.launch(chosen.blocks, tiles.THREADS, arguments, chosen.smem, pdl=True)
+            kernel.launch(chosen.blocks, tiles.THREADS, arguments, chosen.asked, pdl=True)
 
         return run

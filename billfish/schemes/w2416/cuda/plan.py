@@ -76,7 +76,7 @@ class Plan:
                 stage,
                 gated,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, CLUSTER, True)
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.asked, CLUSTER, True)
 
         return run
 

@@ -70,6 +70,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
 
     const int thread = threadIdx.x - kTeamThreads, lane = thread % 32;
     Slot slot(0);
+    dependency_wait();  // rather than polling a barrier until x arrives
 #pragma unroll 1
     while (walk.next()) {
         float acc[kBands][kTokens / 2] = {};

@@ -14,7 +14,6 @@ from billfish.kernels.clusters import (
     BARRIER_BYTES,
     CLUSTER,
     MOST_STAGES,
-    RESERVED,
     STAGE_RECORDS,
     sums_bytes,
 )
@@ -64,7 +63,7 @@ def few(pairs: int, experts: int, n: int, record_bytes: int, gpu: Gpu) -> Few:
     table = -(-routing.table_bytes(pairs, experts, own, tokens) // ALIGN) * ALIGN
     fixed = BARRIER_BYTES + 2 * sums_bytes(tokens) + table
     stage = STAGE_RECORDS * record_bytes + tokens * SLICE * 2
-    stages = min(MOST_STAGES, (gpu.smem_per_sm // 2 - RESERVED - fixed) // stage)
+    stages = min(MOST_STAGES, (gpu.half - fixed) // stage)
     return Few(tokens, clusters * CLUSTER, stages, fixed + stages * stage, own, table)
 
 

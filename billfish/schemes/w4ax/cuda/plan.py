@@ -100,7 +100,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.smem, CLUSTER, True)
+            kernel.launch(how.blocks, tile.THREADS, arguments, how.asked, CLUSTER, True)
 
         return run
 
@@ -130,7 +130,7 @@ class Plan:
                 how.early,
                 gated,
             )
-            kernel.launch(how.blocks, tiles.THREADS, arguments, how.smem, cut.splits, True)
+            kernel.launch(how.blocks, tiles.THREADS, arguments, how.asked, cut.splits, True)
 
         return run
 
