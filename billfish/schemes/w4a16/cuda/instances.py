@@ -73,6 +73,10 @@ def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
     return kind.scale_dtype == dtype and kind.kernel == "decode" and arch == BATCH_ARCH
 
 
+def runs_experts(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
+    return kind.planes == 1 and runs_batches(kind, dtype, arch)
+
+
 def stripe_tokens(kind: Kind, dtype: torch.dtype) -> list[int]:
     """More than 16 are decoded in registers, too: codes of one plane."""
     decodes = kind.planes == 1 and kind.scale_dtype == dtype

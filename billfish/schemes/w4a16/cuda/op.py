@@ -29,6 +29,7 @@ from billfish.schemes.w4a16.cuda.instances import (
     kind_of,
     programs,
     runs_batches,
+    runs_experts,
 )
 from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
@@ -62,7 +63,7 @@ class CudaOp(GpuOp):
         if dtype not in TYPES or scheme.has_g_idx:
             return ()
         kind = kind_of(scheme, cls.kernel, dtype)
-        return experts_programs(kind) if runs_batches(kind, dtype, arch) else ()
+        return experts_programs(kind) if runs_experts(kind, dtype, arch) else ()
 
     def __init__(self, scheme: W4A16, tensors: Tensors) -> None:
         self.scheme = self.inner = scheme
@@ -158,11 +159,7 @@ class CudaOp(GpuOp):
         if len({op.shape.n for op in gates}) > 1 or len({op.shape.n for op in downs}) > 1:
             return None
         kind, arch = KINDS[gate.kind], gpu(gate.device).arch
-        if (
-            kind.planes > 1
-            or not runs_batches(kind, dtype, arch)
-            or refuses(len(experts), down.n, gate.n)
-        ):
+        if not runs_experts(kind, dtype, arch) or refuses(len(experts), down.n, gate.n):
             return None
         shapes = replace(gate.shape, n=2 * gate.n), down.shape
         gate_up, downward = (Stack.empty(len(experts), each, gate.device) for each in shapes)
