@@ -309,6 +309,21 @@ def test_experts():
         f"256 tokens of Mixtral's are {found['mixtral-8x7b', 256]['speedup']:.2f} times as fast",
         "`billfish bench experts`",
     )
+    (variant,) = load("h200-generate-30b-experts.json")["variants"]
+    one, some, many = (f"{point['decode_tokens_per_s']:.0f}" for point in variant["points"])
+    says(
+        f"The engine decodes {one}, {some} and {many} tokens per second with 1, 16 and 64 sequences"
+    )
+    points, rows = load("h200-humming-experts.json")["points"], []
+    for name, known in zip(names, ("qwen3-30b-a3b", "mixtral-8x7b"), strict=True):
+        mine = [each for each in points if each["name"] == known]
+        rows.append(row(name, "Billfish", *(f"{each['ours_us']:.1f}" for each in mine)))
+        ways = [{**each["humming_us"], "gemms": math.inf} for each in mine]  # those are no layer
+        theirs = [
+            best(min(way.values()), at["ours_us"]) for way, at in zip(ways, mine, strict=True)
+        ]
+        rows.append(row("", "Humming", *theirs))
+    table(rows)
 
 
 def test_w4ax_decodes():
@@ -421,6 +436,11 @@ def test_generation():
     (variant,) = load("h200-generate-8b-head8.json")["variants"]
     one, some, many = (f"{point['decode_tokens_per_s']:.0f}" for point in variant["points"])
     says(f"w4a16 + kv16 decodes {one}, {some} and {many} tokens per second")
+    steps = load("h200-generate-8b-one-cta.json")["steps"]
+    ms = {(each["scheme"], each["when"]): f"{each['ms']['64']:.2f}" for each in steps}
+    others = ("w4a16_24", "w4ax", "w2416")
+    both = [f"{ms[name, 'before']} and {ms[name, 'now']} in {name}" for name in others]
+    says(f"{ms['w4a16', 'before']} ms without that and take {ms['w4a16', 'now']} in w4a16", *both)
 
 
 def test_long_prompts():

@@ -36,9 +36,10 @@ def planes(op):
     """The decoded weight as the sum of its two planes of nibbles, fp32."""
     scheme, tensors = op.scheme, op.canonical()
     codes, zeros, scales = scheme.codes(tensors), scheme.zeros(tensors), tensors["weight_scale"]
-    size = codes.shape[1] // scales.shape[1]
+    columns = torch.arange(codes.shape[1], device=codes.device)
+    group = columns // (len(columns) // scales.shape[1]) if op.g_idx is None else op.g_idx.long()
     codes = codes.double()
-    zeros, scales = (each.double().repeat_interleave(size, 1) for each in (zeros, scales))
+    zeros, scales = (each.double()[:, group] for each in (zeros, scales))
     high = (codes // 16 - zeros // 16) * scales * 16
     return high.float(), ((codes % 16 - zeros % 16) * scales).float()
 

@@ -33,7 +33,9 @@ def test_every_launch_fits(gpu, n, k_tiles):
                 assert 2 <= how.stages <= 8
                 assert how.smem == 1024 + how.stages * stage + 8 * 768
                 assert cut.per_sm * (how.smem + 1024) <= gpu.smem_per_sm
-                assert how.smem <= gpu.smem_per_block
+                assert how.smem <= how.asked <= gpu.smem_per_block
+                crowds = 2 * (how.asked + 1024) <= gpu.smem_per_sm
+                assert crowds == (how.blocks > gpu.sms and cut.per_sm == 2)
 
 
 def stripes(how, k_tiles):

@@ -57,3 +57,16 @@ def test_two_blocks_fit_on_a_hopper_sm(n):
     for record in RECORDS:
         for m in (1, 16):
             assert 2 * (pick_tile(m, n, record, H200).smem + 1024) <= H200.smem_per_sm
+
+
+@pytest.mark.parametrize("n", OUTPUTS)
+def test_an_sm_gets_one_block_of_a_launch_of_one_band_each(n):
+    """And beside it one of a launch that has two for every SM."""
+    large = pick_tile(16, 57344, max(RECORDS), H200)
+    for record in RECORDS:
+        for m in (1, 16):
+            tile = pick_tile(m, n, record, H200)
+            alone = tile.bands == 1 and tile.blocks <= H200.sms
+            assert (2 * (tile.asked + 1024) > H200.smem_per_sm) == alone
+            assert tile.smem <= tile.asked <= H200.smem_per_block
+            assert tile.asked + large.asked + 2 * 1024 <= H200.smem_per_sm
