@@ -7,6 +7,7 @@ dtype: 16-bit softmax weights would differ between a prefill chunk and a decode 
 change a text. Knows nothing of RoPE, of weights or of who owns a page.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from billfish.engine.kv.cache import Cache
+from billfish.engine.sinks import masked_attention
 
 # Decodes are batched up to READ_TOKENS tokens: fewer calls, while K and V stay in a core's caches.
 # A batch is padded to its longest sequence, each by less than this share of the longest. With 8
@@ -136,9 +138,16 @@ def _padded(decodes: list[_Decode], width: int, page_tokens: int) -> _Decodes:
 class PagedAttention:
     """Causal attention; with window w each token attends to the last w, itself included."""
 
-    def __init__(self, cache: Cache, scale: float, windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        scale: float,
+        windows: tuple[int | None, ...],
+        sinks: Sequence[Tensor | None] = (),  # of each layer, (kv_heads, heads of each) fp32
+    ) -> None:
         assert all(window is None or window > 0 for window in windows), windows
         self.cache, self.scale, self.windows = cache, scale, windows
+        self.sinks = sinks or [None] * len(windows)
 
     def __call__(
         self,
@@ -155,18 +164,26 @@ class PagedAttention:
         # Query heads grouped by KV head: no copy of K per head, as enable_gqa makes on a CPU.
         queries = self.cache.queries(layer, q).float()
         queries = queries.view(tokens, kv_heads, heads // kv_heads, head_dim)
-        out = torch.empty_like(queries)
-        window = self.windows[layer]
-        for part in batch.plan(self.cache.page_tokens, window):
+        sinks, out = self._sinks(layer, q), torch.empty_like(queries)
+        for part in batch.plan(self.cache.page_tokens, self.windows[layer]):
+            mine = None if sinks is None else sinks[part.rows]
             if isinstance(part, _Chunk):
                 keys, values = self.cache.read(layer, part.pages, part.keys)
                 keys, values = keys.float().transpose(0, 1), values.float().transpose(0, 1)
-                out[part.rows] = self._chunk(queries[part.rows], keys, values, window)
+                out[part.rows] = self._chunk(layer, queries[part.rows], keys, values, mine)
             else:
-                out[part.rows] = self._decodes(layer, queries[part.rows], part)
+                out[part.rows] = self._decodes(layer, queries[part.rows], part, mine)
         return out.view_as(q).to(q.dtype)
 
-    def _decodes(self, layer: int, queries: Tensor, part: _Decodes) -> Tensor:
+    def _sinks(self, layer: int, q: Tensor) -> Tensor | None:
+        """(tokens, kv_heads, heads of each): sinks for the scores that the cache's keys give."""
+        sinks = self.sinks[layer]
+        if sinks is None:
+            return None
+        each, lacking = sinks.expand(len(q), -1, -1), self.cache.lacking(layer, q)
+        return each if lacking is None else each - self.scale * lacking.view_as(each)
+
+    def _decodes(self, layer: int, queries: Tensor, part: _Decodes, sinks: Tensor | None) -> Tensor:
         def seen(read: Tensor) -> Tensor:  # (sequences, kv_heads, keys, head_dim)
             # Slots past a sequence's end may hold anything, and a weight of 0 is not enough: 0 *
             # NaN is NaN.
@@ -175,22 +192,21 @@ class PagedAttention:
 
         keys, values = map(seen, self.cache.read(layer, part.pages, part.sequences * part.keys))
         # The heads of a group are its rows: (sequences, kv_heads, group, head_dim).
-        return scaled_dot_product_attention(
-            queries, keys, values, attn_mask=part.hidden, scale=self.scale
-        )
+        return masked_attention(queries, keys, values, part.hidden, self.scale, sinks)
 
     def _chunk(
         self,
+        layer: int,
         queries: Tensor,  # (count, kv_heads, group, head_dim) fp32: the last `count` tokens
         keys: Tensor,  # (kv_heads, length, head_dim) fp32
         values: Tensor,  # the same
-        window: int | None,
+        sinks: Tensor | None,  # (count, kv_heads, group)
     ) -> Tensor:  # like queries
         count, _, group, _ = queries.shape
-        before = keys.shape[1] - count
+        before, window = keys.shape[1] - count, self.windows[layer]
         q = queries.permute(1, 2, 0, 3)  # KV heads are the batch, and a group shares its K and V
         keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-        if before == 0 and (window is None or window >= count):
+        if before == 0 and (window is None or window >= count) and sinks is None:
             out = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale)
             return out.permute(2, 0, 1, 3)
         parts = []
@@ -203,12 +219,13 @@ class PagedAttention:
             if window is not None:
                 mask &= there > here - window
             parts.append(
-                scaled_dot_product_attention(
+                masked_attention(
                     q[:, :, row:end],
                     keys[:, :, first : before + end],
                     values[:, :, first : before + end],
-                    attn_mask=mask,
-                    scale=self.scale,
+                    mask,
+                    self.scale,
+                    None if sinks is None else sinks[row:end].permute(1, 2, 0),
                 )
             )
         return torch.cat(parts, 2).permute(2, 0, 1, 3)

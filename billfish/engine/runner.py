@@ -55,7 +55,9 @@ class TorchRunner:
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self.decoder, self.page_tokens = decoder, cache.page_tokens
-        self.attention = PagedAttention(cache, decoder.shape.scale, decoder.shape.windows)
+        shape = decoder.shape
+        sinks = [decoder.sinks(layer) for layer in range(shape.layers)]
+        self.attention = PagedAttention(cache, shape.scale, shape.windows, sinks)
 
     def tokens(self, piece: Piece) -> list[int]:
         return piece.sequence.part(piece.start, piece.start + piece.count)

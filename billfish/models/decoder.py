@@ -72,6 +72,7 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family("mixtral", _SPLIT, "all"),
     "Qwen2MoeForCausalLM": _Family("qwen2_moe", _SPLIT, "by type"),
     "Qwen3MoeForCausalLM": _Family("qwen3_moe", _NORMED, "all"),
+    "GptOssForCausalLM": _Family("gpt_oss", _SPLIT | {"sinks"}, "by type"),
 }
 _TOP = frozenset({"model", "lm_head"})
 _MODEL = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
@@ -210,7 +211,14 @@ class Decoder:
         """cos and sin, (tokens, rotary dimensions) each, in the model's dtype."""
         like = self.embed.weight[:1]  # _rotary takes only its dtype and device
         cos, sin = self._rotary(like, positions[None])
+        if cos.shape[-1] == len(self._rotary.inv_freq):  # gpt-oss: a number for two dimensions
+            cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
         return cos[0], sin[0]
+
+    def sinks(self, index: int) -> Tensor | None:
+        """(kv_heads, heads of each) fp32: scores that join each softmax of a layer (gpt-oss)."""
+        found = getattr(self.layers[index].self_attn, "sinks", None)
+        return None if found is None else found.detach().float().view(self.shape.kv_heads, -1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # (rows, hidden) -> (rows, vocabulary) fp32
@@ -235,8 +243,9 @@ class Decoder:
         """(tokens, hidden) -> (tokens, hidden): router and experts of a layer."""
         mlp, choice = self.layers[index].mlp, self._choices[index]
         if choice is None:
-            mixed: Tensor = mlp(x[None])[0]
-            return mixed
+            found = mlp(x[None])  # gpt-oss gives its router's weights, too
+            mixed: Tensor = found[0] if isinstance(found, tuple) else found
+            return mixed[0]
         op, logits = mlp.experts.op, nn.functional.linear(x, mlp.gate.weight)
         sums: Tensor = op(x, *op.choose(logits, choice.several, choice.normalized, choice.dtype))
         return sums

@@ -57,7 +57,13 @@ def test_on_a_cpu_it_is_made_by_a_thread_that_ends(path, monkeypatch):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+    [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "GptOssForCausalLM",
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(architecture, tmp_path):
     path = write_checkpoint(tmp_path / "model", architecture)

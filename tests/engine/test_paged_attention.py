@@ -76,7 +76,7 @@ def alone(paged, text, layer, size):
     return torch.cat(parts)
 
 
-def dense(q, k, v, window):
+def dense(q, k, v, window, sinks=None):
     """fp64, no pages, no cache."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
@@ -86,14 +86,18 @@ def dense(q, k, v, window):
     hidden = place[None] > place[:, None]
     if window is not None:
         hidden |= place[None] <= place[:, None] - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        joined = sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat((scores, joined), -1)
+    weights = scores.softmax(-1)[..., : len(q)]
     return torch.einsum("hij,jhd->ihd", weights, v)
 
 
-def expected(cache, text, layer):
+def expected(cache, text, layer, sinks=None):
     """From what the cache gives back."""
     k, v = cache.read(layer, text.pages, text.length)
-    return dense(text.q, k, v, WINDOWS[layer])
+    return dense(text.q, k, v, WINDOWS[layer], sinks)
 
 
 def ragged(seed):
@@ -124,6 +128,27 @@ def test_ragged_batches_match_the_dense_reference(kind, layer, heads, kv_heads):
         out = torch.cat(outs[id(text)])
         assert out.shape == text.q.shape and out.dtype == text.q.dtype
         assert (out - expected(cache, text, layer)).abs().max() < FP32
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("heads,kv_heads", [(6, 2), (3, 3)])
+def test_sinks_join_every_softmax(layer, heads, kv_heads, monkeypatch):
+    """In decodes, whole prompts and chunks; heads of one layer have sinks that differ much."""
+    monkeypatch.setattr(attention, "MASK_ROWS", 8)
+    sinks = torch.linspace(-6, 6, heads).view(kv_heads, -1)
+    cache = build(kv_heads=kv_heads)
+    paged = PagedAttention(cache, SCALE, WINDOWS, [sinks, sinks])
+    all_texts = texts([1, 4, 5, 13, 40, 27], heads, kv_heads)
+    outs = {id(text): [] for text in all_texts}
+    for work in ragged(heads)(all_texts):
+        for (text, _), out in zip(work, step(paged, work, layer), strict=True):
+            outs[id(text)].append(out)
+    for text in all_texts:
+        exact = expected(cache, text, layer, sinks)
+        assert (torch.cat(outs[id(text)]) - exact).abs().max() < FP32
+        assert (alone(paged, text, layer, text.length) - exact).abs().max() < FP32
+        without = expected(cache, text, layer)
+        assert (without - exact).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

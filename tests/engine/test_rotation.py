@@ -75,6 +75,23 @@ def test_attention_in_four_bits_is_nearer_to_the_truth(head_dim):
     assert off[Kv4] < 0.7 * off[Kv4Plain], off
 
 
+def test_sinks_count_as_much_beside_rotated_keys():
+    """A rotation takes the keys' mean off, and so from each query's scores what a sink keeps."""
+    shape = shape_of(64)
+    q, k, v = draw(200, 64, 9)
+    rotation, sinks = rotation_of(shape), torch.linspace(-1, 3, KV_HEADS * GROUP)
+    assert (torch.einsum("hi,hi->h", rotation.mean[0], k.mean(0)) > 9).all()  # keys have a mean
+    batch = Batch([0], [200], [200], [torch.arange(4)], torch.arange(200))
+    made = Kv4(Room(LAYERS, 4, 64, KV_HEADS, 64, torch.float32, CPU))
+    made.rotation = rotation
+    off = []
+    for given in (sinks.view(KV_HEADS, GROUP), None):
+        exact = Moments(shape, 0, CPU, given).attend(q, k, v)
+        found = PagedAttention(made, shape.scale, shape.windows, [given] * LAYERS)
+        off.append(float((found(0, q, k, v, batch) - exact).norm() / exact.norm()))
+    assert off[0] < 1.5 * off[1], off
+
+
 def test_hadamard():
     for size in (64, 96, 128):
         matrix = hadamard(size, torch.zeros(1, dtype=torch.float64))

@@ -32,7 +32,10 @@ CONFIGS = {
         {**GROUPED, **QWEN_MOE, "mlp_only_layers": [1], "shared_expert_intermediate_size": 96},
     ),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**GROUPED, **QWEN_MOE, "head_dim": 16}),
-    "GptOssForCausalLM": ("GptOssConfig", {**GROUPED, "head_dim": 16, "num_local_experts": 4}),
+    "GptOssForCausalLM": (
+        "GptOssConfig",
+        {**GROUPED, "head_dim": 16, "num_local_experts": 4, "sliding_window": 8},
+    ),
     "SmolLM3ForCausalLM": ("SmolLM3Config", GROUPED),
     "CohereForCausalLM": ("CohereConfig", GROUPED),
     "GemmaForCausalLM": ("GemmaConfig", {**GROUPED, "head_dim": 16}),
@@ -82,6 +85,13 @@ def one(decoder, layer, q, k, v):
     if window is not None:
         seen &= at > queries - window
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    sinks = decoder.sinks(layer)
+    if sinks is not None:
+        k, v = (t.repeat_interleave(sinks.shape[1], 1) for t in (k, v))
+        scores = (q @ k.mT * decoder.shape.scale).masked_fill(~seen, -torch.inf)
+        joined = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, joined), -1).softmax(-1)[..., :-1]
+        return (weights @ v)[0].transpose(0, 1)
     mixed = scaled_dot_product_attention(
         q, k, v, attn_mask=seen, scale=decoder.shape.scale, enable_gqa=True
     )
@@ -156,6 +166,8 @@ CASES = {
     ),
     "qwen3 moe": ("Qwen3MoeForCausalLM", {}, NONE),
     "qwen3 moe windows": ("Qwen3MoeForCausalLM", WINDOW, ALL),
+    "gpt-oss": ("GptOssForCausalLM", {}, (8, None, 8)),  # its default RoPE is yarn
+    "gpt-oss, RoPE of no type": ("GptOssForCausalLM", rope("default"), (8, None, 8)),
     "phi3 partial": ("Phi3ForCausalLM", rope("default", partial_rotary_factor=0.5), NONE),
 }
 
@@ -383,7 +395,6 @@ REFUSED = {
     "GemmaForCausalLM": ("gemma", "never compared"),
     "GraniteForCausalLM": ("granite", "scaled logits", "scaled residuals"),
     "CohereForCausalLM": ("cohere", "scaled logits", "block without post_attention_layernorm"),
-    "GptOssForCausalLM": ("gpt_oss", "experts", "self_attn.sinks"),
     "SmolLM3ForCausalLM": ("smollm3", "layers without RoPE"),
     "OPTForCausalLM": ("opt", "model.layers"),
     "FalconForCausalLM": ("falcon", "model.layers"),

@@ -16,7 +16,9 @@ TEXT = "all experts of a mixture see some of these tokens, 0123456789. " * 40
 PROMPTS = ["experts see", "0123", "a mixture of tokens"]
 
 
-@pytest.fixture(scope="module", params=["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.fixture(
+    scope="module", params=["MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"]
+)
 def mixture(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     source = write_checkpoint(folder / "source", request.param)

@@ -46,6 +46,8 @@ def refuses(decoder: Decoder, kv: str) -> str | None:
             "it has mixtures of experts that run one after the other; all at once run SwiGLU "
             "experts of w4a16 in up to 4 bits, without biases, not batch invariant"
         )
+    if decoder.sinks(0) is not None:
+        return "it has attention sinks"
     group, width = shape.heads // shape.kv_heads, decoder.embed.weight.shape[1]
     rotary = decoder.rope(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[1]
     if decoder.dtype not in tables.TYPES:

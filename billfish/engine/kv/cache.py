@@ -77,6 +77,11 @@ class Cache(Protocol):
         """(tokens, heads, head_dim): queries as they must multiply the keys that `read` returns."""
         ...
 
+    def lacking(self, layer: int, q: Tensor) -> Tensor | None:
+        """(tokens, heads) fp32: what these products lack, the same for all keys of a query. Softmax
+        does not see it, but for sinks. None: nothing."""
+        ...
+
     def nbytes(self) -> int: ...
 
     @staticmethod
@@ -106,6 +111,9 @@ class Kv16:
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
         return q
+
+    def lacking(self, layer: int, q: Tensor) -> Tensor | None:
+        return None
 
     def nbytes(self) -> int:
         return self.numbers.nbytes
@@ -155,6 +163,9 @@ class _PerToken:
     def queries(self, layer: int, q: Tensor) -> Tensor:
         return q
 
+    def lacking(self, layer: int, q: Tensor) -> Tensor | None:
+        return None
+
     def nbytes(self) -> int:
         return self.codes.nbytes + self.grids.nbytes
 
@@ -196,6 +207,9 @@ class Kv4(Kv4Plain):
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
         return q if self.rotation is None else self.rotation.queries(layer, q)
+
+    def lacking(self, layer: int, q: Tensor) -> Tensor | None:
+        return None if self.rotation is None else self.rotation.lacking(layer, q)
 
 
 @dataclass(frozen=True)
@@ -296,6 +310,9 @@ class Kv4Channels:
 
     def queries(self, layer: int, q: Tensor) -> Tensor:
         return q
+
+    def lacking(self, layer: int, q: Tensor) -> Tensor | None:
+        return None
 
     def nbytes(self) -> int:
         """Pages, and the two fp32 tensors that all of them share."""

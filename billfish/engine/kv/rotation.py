@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from billfish.engine.kv.codes import channel_blocks
+from billfish.engine.sinks import masked_attention
 from billfish.errors import UserError
 from billfish.models.decoder import Decoder, Shape, apply_rope
 
@@ -51,6 +52,11 @@ class Rotation:
         tokens, _, size = q.shape
         groups = q.float().reshape(tokens, self.mean.shape[1], -1, size)
         return torch.einsum("thgi,hij->thgj", groups, self.to_queries[layer]).flatten(1, 2)
+
+    def lacking(self, layer: int, q: Tensor) -> Tensor:  # (tokens, heads, head_dim) -> without last
+        tokens, _, size = q.shape
+        groups = q.float().reshape(tokens, self.mean.shape[1], -1, size)
+        return torch.einsum("thgi,hi->thg", groups, self.mean[layer]).flatten(1)
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(*(tensor.to(device) for tensor in vars(self).values()))
@@ -82,8 +88,11 @@ class Rotation:
 class Moments:
     """Second moments of one layer's keys and queries over the calibration sequences; fp64."""
 
-    def __init__(self, shape: Shape, layer: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, layer: int, device: torch.device, sinks: Tensor | None = None
+    ) -> None:
         self.scale, self.heads, self.window = shape.scale, shape.kv_heads, shape.windows[layer]
+        self.sinks = None if sinks is None else sinks[..., None]  # (kv_heads, heads of each, 1)
         size = shape.head_dim
         zeros = torch.zeros(self.heads, size + 1, size + 1, dtype=torch.float64, device=device)
         # Of (k, 1): the last row is the sum of k, its corner the sum of weights. The first token
@@ -101,15 +110,20 @@ class Moments:
         if self.window is not None:
             seen &= here > here[:, None] - self.window
         shared_k, shared_v = (x.expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
-        causal = self.window is None or self.window >= count  # twice as fast as with a mask
-        mask = None if causal else seen
-        out = scaled_dot_product_attention(
-            queries, shared_k, shared_v, mask, is_causal=causal, scale=self.scale
-        )
+        if (self.window is None or self.window >= count) and self.sinks is None:
+            out = scaled_dot_product_attention(  # twice as fast as with a mask
+                queries, shared_k, shared_v, is_causal=True, scale=self.scale
+            )
+        else:
+            out = masked_attention(queries, shared_k, shared_v, seen, self.scale, self.sinks)
         # An error of a score changes attention by p (1 - p).
         some = slice(min(count, QUERIES) - 1, None, QUERIES)
         scores = queries[:, :, some] @ keys.mT * self.scale
-        shares = scores.masked_fill_(~seen[some], -torch.inf).softmax(-1)
+        scores = scores.masked_fill_(~seen[some], -torch.inf)
+        if self.sinks is not None:
+            more = self.sinks[..., None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, more), -1)
+        shares = scores.softmax(-1)[..., :count]
         weights = shares * (1 - shares)
         known = torch.cat((keys[:, 0], torch.ones_like(keys[:, 0, :, :1])), -1)
         of_keys = weights.sum((1, 2))
@@ -141,7 +155,7 @@ def find_rotation(
     """From running the model over token sequences. `watch` is given K and V, K also at positions
     further on."""
     shape, device = decoder.shape, decoder.device
-    moments = [Moments(shape, layer, device) for layer in range(shape.layers)]
+    moments = [Moments(shape, i, device, decoder.sinks(i)) for i in range(shape.layers)]
     cos, sin = shifts(decoder, max(map(len, sequences)), longest)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
