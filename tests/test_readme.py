@@ -1,5 +1,5 @@
-"""README's figures are those of docs/bench: its tables, and the measured numbers in its sentences,
-are made again from the JSON there and must be in the text."""
+"""The figures of README and docs/FIGURES.md are those of docs/bench: their tables, and the measured
+numbers in their sentences, are made again from the JSON there and must be in the text."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from billfish.schemes.registry import with_options
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "docs" / "bench"
-README = (ROOT / "README.md").read_text()
+README = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/FIGURES.md"))
 WORDS = " ".join(README.split())  # sentences without their line breaks
 
 
@@ -35,12 +35,12 @@ def table(rows):
     told = "\n".join(rows)
     before, found, after = README.partition(told)
     whole = before.splitlines()[-1].startswith("|---") and after.startswith("\n\n")
-    assert found and whole, f"README's table should be:\n{told}"
+    assert found and whole, f"a table should be:\n{told}"
 
 
 def says(*parts):
     for part in parts:
-        assert part in WORDS, f"README should say: {part}"
+        assert part in WORDS, f"README or FIGURES should say: {part}"
 
 
 def best(value, mine):
@@ -55,7 +55,7 @@ def test_every_file_that_is_named_exists_and_every_result_is_named():
     named = set(re.findall(r"docs/[\w./-]+\.\w+", README))
     assert named and all((ROOT / name).is_file() for name in named)
     results = {f"docs/bench/{path.name}" for path in BENCH.glob("*.json")}
-    assert results <= named, f"README does not name {results - named}"
+    assert results <= named, f"no word of {results - named}"
 
 
 def test_every_command_exists_with_its_options():

@@ -1,6 +1,52 @@
-"""README's figures of w4a16_24 and of w4ax beside others, as test_readme.py does."""
+"""README's table of schemes; figures of w4a16_24, and of w4ax beside others, as test_readme.py."""
 
 from test_readme import best, load, row, says, table
+
+
+def test_which_scheme():
+    bits, rounded, sparse = (load(f"smollm2-{name}.json") for name in ("bits", "w4ax", "w4a16_24"))
+    chosen = {  # scheme -> its results, a row for each method
+        "w4a16": [e for e in bits["results"] if e["label"].startswith("4 bit")],
+        "w2416": [e for e in bits["results"] if e["label"] == "w2416, 2.91 bits"],
+        "w4ax": [
+            e
+            for e in rounded["results"]
+            if (e["scheme"], e["symmetric"], e["activations"]) == ("w4ax", False, "8 bit")
+        ],
+        "w4a16_24": [
+            e for e in sparse["results"] if (e["weights"], e["mask"]) == ("w4a16_24", "sparsegpt")
+        ],
+    }
+    prompts = [
+        {each["weights"]: each["points"][0]["prefill_seconds"] for each in load(name)["variants"]}
+        for name in ("h200-prefill-8b-w4ax.json", "h200-prefill-8b-w4a16_24.json")
+    ]
+    rows = [row("16 bits", "16.1 GB", "16", f"{bits['original']['test']:.2f}", "-", *"1111")]
+    for name, results in chosen.items():
+        gptq, tuned = sorted(results, key=lambda each: each["method"] == "finetune")
+        file = "h200-generate-8b.json" if name == "w4a16" else f"h200-generate-8b-{name}.json"
+        told = {each["variant"]: each for each in load(file)["variants"]}
+        assert f"{told['fp16+kv16']['weight_bytes'] / 1e9:.1f}" == "16.1"
+        base, mine = (
+            {point["batch"]: point["decode_tokens_per_s"] for point in told[key]["points"]}
+            for key in ("fp16+kv16", f"{name}+kv16")
+        )
+        runs = [f"{each['fp16'] / each[name]:.2f}x" for each in prompts if name in each]
+        rows.append(
+            row(
+                f"`{name}`",
+                f"{told[f'{name}+kv16']['weight_bytes'] / 1e9:.1f} GB",
+                *(f"{value:.2f}" for value in (gptq["true_bits"], gptq["test"], tuned["test"])),
+                *(f"{mine[m] / base[m]:.2f}x" if m in mine else "-" for m in (1, 16, 64)),
+                ", ".join(runs) or "-",
+            )
+        )
+    table(rows)
+    caches = {each["kv"]: each["perplexity"] for each in load("smollm2-kv.json")["results"][:3]}
+    more = [
+        f"{caches[name] / caches['kv16'] - 1:.1%}".replace("%", " %") for name in ("kv8", "kv4")
+    ]
+    says(f"with 16-bit weights that costs {more[0]} and {more[1]} of perplexity")
 
 
 def test_sparse_accuracy():
