@@ -223,6 +223,7 @@ GATED = [
     (520, 256, W4A16(4, 128), FP16, None, (5, 11)),
     (64, 256, W4A16(4, 128), FP16, Cut(32, 1, 0), (17, 40)),
     (72, 1536, W4A16(4, 64, False), BF16, Cut(64, 1, 2), (61,)),
+    (40, 256, W4A16(8, 128), FP16, Cut(32, 1, 0), (17,)),
     (264, 1664, W4A16(4, 128), BF16, Cut(32, 1, 1), (31,)),
     (136, 1152, W4A16(4, 32, False), FP16, Cut(128, 2, 1), (70,)),
 ]
@@ -230,7 +231,7 @@ GATED = [
 
 @pytest.mark.parametrize(
     "case",
-    some(GATED, 0, 1, 3, 5, 6),
+    some(GATED, 0, 1, 3, 5, 6, 7),
     ids=lambda case: f"{case[0]}x{case[1]}-{case[4] or 'decode'}",
 )
 def test_gated_products(case, compiled):

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from billfish.errors import UserError
-from billfish.schemes.w4a16.cuda import batch
+from billfish.schemes.w4a16.cuda import batch, plan
 from billfish.schemes.w4a16.cuda.gated import order
 from billfish.schemes.w4a16.cuda.plan import Plan
 
@@ -18,12 +18,12 @@ N, K = 32, 44  # k is padded to 48 for kernels
 class Layer:
     """A Plan without a GPU, and a record of which kernels ran how many rows."""
 
-    def __init__(self, few, batches, k=K):
+    def __init__(self, few, batches, k=K, planes=1):
         self.ran = []
         self.weight = torch.randn(N, k, generator=torch.Generator().manual_seed(0))
         made = self.plan = object.__new__(Plan)
         made.n, made.k, made.dtype, made.bands = N, k, torch.float32, 1
-        made.kind = SimpleNamespace(scale_dtype=torch.float16)
+        made.kind = SimpleNamespace(scale_dtype=torch.float16, planes=planes)
         made.few = {tokens: self.kernel(f"few{tokens}") for tokens in few}
         made.most, made.batches, made.paths = max(few), batches, {}
         made.batch = lambda x, records, bias, out, m, invariant, gated: self.kernel(
@@ -96,7 +96,17 @@ def test_an_invariant_layer_takes_rows_in_fixed_slices():
 
 @pytest.mark.parametrize("kernels", [HOPPER, PLAIN])
 @pytest.mark.parametrize("m", [3, 30, 70])
-def test_gates_are_applied_in_the_kernel_or_after_it(kernels, m):
-    layer, x = Layer(*kernels), torch.randn(m, K)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_gates_are_applied_in_the_kernel_or_after_it(kernels, m, planes, monkeypatch):
+    monkeypatch.setattr(plan, "TWO_PLANES", 64)
+    layer, x = Layer(*kernels, planes=planes), torch.randn(m, K)
     gate, up = (x @ layer.weight.T)[:, torch.argsort(order(N))].chunk(2, -1)
     assert torch.allclose(layer(x, gated=True), silu(gate) * up, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "ran"), [(16, "few16"), (17, "batch"), (64, "batch"), (65, None)])
+def test_two_planes_are_decoded_beforehand_for_many_tokens(m, ran, monkeypatch):
+    monkeypatch.setattr(plan, "TWO_PLANES", 64)
+    layer, x = Layer(*HOPPER, planes=2), torch.randn(m, K)
+    assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-4)
+    assert layer.ran == ([(ran, m)] if ran else [])

@@ -203,5 +203,7 @@ def test_launches_of_every_m(k, dtype, monkeypatch, on_the_cpu):
                     continue
                 assert threads == tiles.THREADS and given["x"] == (m, k, name[0])
                 assert cluster == given["splits"] and (given["m_tiles"] - 1) * name[0] < m
-                assert smem == made.pick(m).smem and bool(given["locks"]) == bool(made.pick(m).sums)
+                assert smem == made.pick(m).asked and bool(given["locks"]) == bool(
+                    made.pick(m).sums
+                )
     assert (dtype == BF16) == bool(made.batches)

@@ -2,8 +2,8 @@
 //
 // Weights are wgmma's A operand, from registers: a lane's 16 bytes of a record are its own
 // fragments here, too (QUICK), so that one record serves every m. x is the B operand, in shared
-// memory. Weights are decoded once a tile: (code - zero point) * scale, rounded once; of more than 4
-// bits, each of their two planes.
+// memory. Weights are decoded once a tile: (code - zero point) * scale, rounded once; of more than
+// 4 bits, each of their two planes.
 //
 //     tile         128 kBands outputs x kTokens tokens; a band is 64 outputs, the n of a record
 //     block        takes whole tiles, then its stripe of those that are split along k (MARLIN 3.4)
