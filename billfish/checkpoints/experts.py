@@ -1,16 +1,20 @@
 """Experts in files: one linear per expert, `...experts.3.gate_proj.weight`, is the form that every
 command works on and that `quantize` writes.
 
-Mixtral and Qwen are stored so. gpt-oss stores all experts of a layer in one tensor; `unfused` shows
-such a checkpoint as if it had a linear per expert, and `fused` gives transformers the shapes back.
+Mixtral and Qwen are stored so. gpt-oss and Granite store all experts of a layer in one tensor;
+`unfused` shows such a checkpoint as if it had a linear per expert, and `fused` gives transformers
+the shapes back.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from billfish.checkpoints.header import Entry
 from billfish.checkpoints.mxfp4 import Decoded, is_mxfp4
@@ -18,17 +22,41 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tensors import DECODED, KEPT, Placed, place
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
-# Model types whose files hold (experts, inputs, outputs) of a layer in one tensor, gates and ups of
-# gate_up_proj taking turns, and biases (experts, outputs).
-FUSED_TYPES = ("gpt_oss",)
-FUSED = re.compile(r"((?:model\.)?layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
+FUSED = re.compile(
+    r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?"
+    r"|(.*\.block_sparse_moe)\.(input|output)_linear\.weight"  # Granite
+)
 SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
-# Part of a fused tensor -> the linears in it: name, first output, step to the next.
-PARTS = {
-    "gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)),
-    "down_proj": (("down_proj", 0, 1),),
-}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PART_OF = {leaf: part for part, leaves in PARTS.items() for leaf in leaves}
+GRANITE = {"input": "gate_up_proj", "output": "down_proj"}
 Shape = tuple[int, ...]
+rules_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How transformers, and files alike, hold all experts of a layer in one tensor. Biases are
+    (experts, outputs)."""
+
+    transposed: bool = False  # (experts, inputs, outputs), not (experts, outputs, inputs)
+    turns: bool = False  # gates and ups take turns; else all gates come first
+
+    @classmethod
+    def of(cls, model_type: Any) -> "Layout":
+        return LAYOUTS.get(model_type, cls())
+
+    def outputs(self, leaf: str, all_of_them: int) -> slice:
+        """Which outputs of the fused tensor are a linear's."""
+        leaves = PARTS[PART_OF[leaf]]
+        place, several = leaves.index(leaf), len(leaves)
+        if self.turns:
+            return slice(place, None, several)
+        size = all_of_them // several
+        return slice(place * size, (place + 1) * size)
+
+
+LAYOUTS = {"gpt_oss": Layout(transposed=True, turns=True)}
 
 
 class Unfused(Checkpoint):
@@ -37,22 +65,26 @@ class Unfused(Checkpoint):
 
     def __init__(self, source: Checkpoint) -> None:
         self.path, self.config, self.source = source.path, source.config, source
+        self.layout = Layout.of(source.config.get("model_type"))
         self.entries: dict[str, Entry] = {}
-        self._places: dict[str, tuple[str, int, int, int]] = {}  # fused tensor, expert, first, step
+        self._places: dict[str, tuple[str, int, slice]] = {}  # fused tensor, expert, outputs
         for name, entry in source.entries.items():
             found = FUSED.fullmatch(name)
             if found is None or len(entry.shape) != (2 if found[3] else 3):  # not the model's
                 self.entries[name] = entry
                 continue
-            prefix, part, bias = found.groups()
-            for expert in range(entry.shape[0]):
-                for leaf, first, step in PARTS[part]:
+            prefix, part, bias = found[1], found[2], found[3]
+            if found[4]:
+                prefix, part = f"{found[4]}.experts", GRANITE[found[5]]
+            count, one, *other = entry.shape
+            outputs, *inputs = reversed((one, *other)) if self.layout.transposed else (one, *other)
+            several = len(PARTS[part])
+            for expert in range(count):
+                for leaf in PARTS[part]:
                     single = f"{prefix}.{expert}.{leaf}.{'bias' if bias else 'weight'}"
-                    outputs = entry.shape[-1] // step
-                    shape = (outputs,) if bias else (outputs, entry.shape[1])
-                    size = entry.nbytes // (entry.shape[0] * step)
+                    shape, size = (outputs // several, *inputs), entry.nbytes // (count * several)
                     self.entries[single] = replace(entry, shape=shape, nbytes=size)
-                    self._places[single] = name, expert, first, step
+                    self._places[single] = name, expert, self.layout.outputs(leaf, outputs)
 
     @property
     def held(self) -> dict[str, Entry]:
@@ -64,18 +96,37 @@ class Unfused(Checkpoint):
     def tensor(self, name: str) -> Tensor:
         if name not in self._places:
             return self.source.tensor(name)
-        fused, expert, first, step = self._places[name]
-        one = self.source.row(fused, expert)  # (outputs,) or (inputs, outputs)
-        return one[..., first::step].T.contiguous() if one.ndim == 2 else one[first::step].clone()
+        fused, expert, outputs = self._places[name]
+        one = self.source.row(fused, expert)
+        if one.ndim == 2 and self.layout.transposed:
+            one = one.T
+        return one[outputs].clone(memory_format=torch.contiguous_format)
 
 
 def unfused(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a linear per expert; itself if it has them, or has no experts."""
     if is_mxfp4(checkpoint.config):
         checkpoint = Decoded(checkpoint)
-    if checkpoint.config.get("model_type") in FUSED_TYPES:
+    whole = any(
+        FUSED.fullmatch(name) and len(e.shape) == 3 for name, e in checkpoint.entries.items()
+    )
+    if whole and not fusing_rules(checkpoint.config.get("model_type")):
         return Unfused(checkpoint)
     return checkpoint
+
+
+def fusing_rules(model_type: Any) -> list[Any]:
+    """The rules by which transformers merges tensors of single experts of a model type."""
+    return [rule for rule in rules_of(model_type) or () if is_fusing(rule)]
+
+
+def is_fusing(rule: Any) -> bool:
+    targets = ("experts.gate_up_proj", "experts.down_proj")
+    return (
+        isinstance(rule, WeightConverter)
+        and rule.target_patterns[0].endswith(targets)
+        and all(".experts.*." in source for source in rule.source_patterns)
+    )
 
 
 def by_source(checkpoint: Checkpoint, placed: Mapping[str, Placed]) -> dict[str, Placed]:
@@ -97,27 +148,25 @@ def by_source(checkpoint: Checkpoint, placed: Mapping[str, Placed]) -> dict[str,
 
 
 def fused(shapes: Mapping[str, Shape], model_type: Any) -> dict[str, Shape]:
-    """The shapes with experts fused as transformers' class of a model type in FUSED_TYPES has them;
-    unchanged for others. The experts must be those that `unequal` accepts."""
-    if model_type not in FUSED_TYPES:
+    """The shapes with experts fused as transformers' class has them; unchanged where it fuses them
+    itself. The experts must be those that `unequal` accepts."""
+    if fusing_rules(model_type):
         return dict(shapes)
     made: dict[str, Shape] = {}
     counts: dict[str, int] = {}
     for name in shapes:
         if found := SINGLE.fullmatch(name):
             counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
-    parts = {leaf: (part, step) for part, some in PARTS.items() for leaf, _, step in some}
+    transposed = Layout.of(model_type).transposed
     for name, shape in shapes.items():
         found = SINGLE.fullmatch(name)
-        if found is None or found[3] not in parts or not shape:
+        if found is None or found[3] not in PART_OF or not shape:
             made[name] = shape
             continue
-        part, step = parts[found[3]]
-        size = (*reversed(shape[1:]), step * shape[0])
-        made[f"{found[1]}.{part}{'_bias' if found[4] == 'bias' else ''}"] = (
-            counts[found[1]],
-            *size,
-        )
+        part = PART_OF[found[3]]
+        size = (len(PARTS[part]) * shape[0], *shape[1:])
+        whole = f"{found[1]}.{part}{'_bias' if found[4] == 'bias' else ''}"
+        made[whole] = (counts[found[1]], *(reversed(size) if transposed else size))
     return made
 
 

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from billfish.checkpoints.dialects import dialect_of, read_dialect
+from billfish.checkpoints.experts import is_fusing
 from billfish.checkpoints.header import read_header
 from billfish.checkpoints.match import problems, refuse
 from billfish.checkpoints.own import METHOD
@@ -30,8 +31,9 @@ from billfish.checkpoints.packed import unpacked
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.compute import compute_dtype, cpu_type, name_of
-from billfish.models.experts import is_fusing, split_experts
+from billfish.models.experts import split_experts
 from billfish.models.linear import QuantLinear
+from billfish.models.names import names_in_files
 from billfish.schemes.base import Scheme
 from billfish.schemes.dialect import Dialect, refuse_unknown
 from billfish.schemes.registry import compile_kernels
@@ -80,6 +82,13 @@ class StoredLinear(nn.Module):
             self.register_buffer(name, spec.empty("meta"))
         empty = torch.empty(self.n, dtype=self.dtype, device="meta")
         self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """For models that initialize a linear's weight from outside; nothing is drawn."""
+        weight = torch.empty(self.n, self.k, dtype=self.dtype, device="meta")
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
 
     def arrange(self) -> QuantLinear:
         """The QuantLinear with these tensors; the placeholder gives them up."""
@@ -134,11 +143,12 @@ class BillfishQuantizer(HfQuantizer):
         for tensor, dtype in held.items():
             owner, _, part = tensor.rpartition(".")
             parts.setdefault(owner, {})[part] = dtype
+        in_files = names_in_files(model, (f"{owner}.weight" for owner in parts))
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
-            in_file = self._name_in_file(name, model.base_model_prefix, held)
+            in_file = in_files.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
             if in_file != name and name.startswith(experts) and not LOADS_EXPERTS:
                 raise UserError(
                     f"{in_file}: transformers {transformers_version} fuses experts whose names in "
@@ -183,14 +193,6 @@ class BillfishQuantizer(HfQuantizer):
             checkpoint = Checkpoint.of_files(self.files)
             shapes, spare = unpacked(checkpoint, self.dialect)
             refuse(checkpoint, problems(checkpoint, shapes, spare, type(model), model.config))
-
-    def _name_in_file(self, name: str, prefix: str, held: Container[str]) -> str:
-        """Names in the file may have or lack the base model's prefix (LlamaModel, ForCausalLM)."""
-        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
-        for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."), mixtral):
-            if f"{candidate}.{self.dialect.words}" in held or f"{candidate}.weight" in held:
-                return candidate
-        return name
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         cast_renamed(model, self.dtype, tensor_dtypes(self.files))

@@ -19,6 +19,7 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.formats.spec import first_nonfinite
 from billfish.models.experts import Experts, Lend, idle_experts
+from billfish.models.names import names_in_files
 from billfish.models.skeleton import find_blocks, skeleton
 
 Shape = tuple[int, ...]  # (batch, length)
@@ -48,6 +49,7 @@ class StreamedModel:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         self.prefix, self.blocks = find_blocks(self.model)
+        self._named = names_in_files(self.model, self.checkpoint)
         self.stored = self._stored_names()
         names: dict[int, list[str]] = {}  # of a parameter: a head may be tied to the embeddings
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -69,33 +71,23 @@ class StreamedModel:
         return lend
 
     def _stored_names(self) -> dict[str, str]:
-        """Name of a parameter in the model -> its name in the checkpoint. A base model saved alone
-        has no prefix; old checkpoints call LayerNorm's parameters gamma and beta, GPT-NeoX's call
-        the head embed_out."""
+        """Name of a parameter in the model -> its name in the checkpoint."""
         stored = {}
         for name, _ in self.model.named_parameters():
-            found = self._stored_name(name)
-            if found is not None:
-                stored[name] = found
+            if name in self._named:
+                stored[name] = self._named[name]
             elif name.startswith(self.prefix + "."):
                 raise UserError(
                     f"{self.checkpoint.path}: has no tensor {name!r}, which "
-                    f"{type(self.model).__name__} needs. The checkpoint is incomplete."
+                    f"{type(self.model).__name__} needs: transformers makes it of others when it "
+                    "loads the model, in a way that is not known here."
                 )
         return stored
-
-    def _stored_name(self, name: str) -> str | None:
-        base = getattr(self.model, "base_model_prefix", "") + "."
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-        old = old.replace("LayerNorm.bias", "LayerNorm.beta").replace("lm_head", "embed_out")
-        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
-        candidates = (name, base + name, name.removeprefix(base), old, base + old, mixtral)
-        return next((candidate for candidate in candidates if candidate in self.checkpoint), None)
 
     def strangers(self) -> list[str]:
         """Tensors of the checkpoint that are no part of the model, neither a parameter (tied ones
         have several names) nor a buffer."""
-        own = {self._stored_name(name) for name in self.model.state_dict()}
+        own = {*self._named.values()}
         return [name for name in self.checkpoint if name not in own]
 
     @property
@@ -207,10 +199,10 @@ class StreamedModel:
             return self.model(input_ids=ids.to(self.device), **extra)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, states: Tensor, as_tuple: bool) -> Tensor:
+    def logits(self, ids: Tensor, states: Tensor, width: int) -> Tensor:
         """What the head makes of `states`, the outputs of the last block for `ids`. Parameters
-        outside the blocks must be filled; `as_tuple`: see returns_tuple."""
-        given = (states,) if as_tuple else states
+        outside the blocks must be filled; `width`: see output_width."""
+        given = as_output(states, width)
         with self._forwards([lambda *args, **kwargs: given] * len(self.blocks)):
             found: Tensor = self.forward(ids).logits
         return found
@@ -228,21 +220,21 @@ class StreamedModel:
         One pass per shape, in which blocks return their input unchanged, records the arguments of
         every block (masks and rotary tables may differ between blocks).
         """
-        as_tuple = self.returns_tuple(min(by_shape.values(), key=Tensor.numel))
-        arguments = Arguments(len(self.blocks), partial(self._record_shape, as_tuple))
+        width = self.output_width(min(by_shape.values(), key=Tensor.numel))
+        arguments = Arguments(len(self.blocks), partial(self._record_shape, width))
         for ids in by_shape.values():
-            self._record(arguments, ids, as_tuple)
+            self._record(arguments, ids, width)
         return arguments
 
     @torch.no_grad()
-    def returns_tuple(self, ids: Tensor) -> bool:
-        """Whether blocks return a tuple, and not a tensor: block 0 runs once to tell. Parameters
-        outside the blocks must be filled."""
+    def output_width(self, ids: Tensor) -> int:
+        """How many items blocks return as a tuple, 0 for a tensor: block 0 runs once to tell.
+        Parameters outside the blocks must be filled."""
         self.fill(self.block_prefix(0))
-        found: list[bool] = []
+        found: list[int] = []
 
         def learn(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(isinstance(output, tuple))
+            found.append(len(output) if isinstance(output, tuple) else 0)
             raise StopForward
 
         handle = self.blocks[0].register_forward_hook(learn)
@@ -253,17 +245,17 @@ class StreamedModel:
         return found[0]
 
     @torch.no_grad()
-    def _record_shape(self, as_tuple: bool, arguments: "Arguments", shape: Shape) -> None:
+    def _record_shape(self, width: int, arguments: "Arguments", shape: Shape) -> None:
         """Record the arguments for a (batch, length) that first_inputs did not see."""
         blocks = self.prefix + "."
         self.fill("", skip=blocks)
         with torch.autocast(self.device.type, enabled=False):
-            self._record(arguments, torch.zeros(shape, dtype=torch.int64), as_tuple)
+            self._record(arguments, torch.zeros(shape, dtype=torch.int64), width)
         self.drop("", skip=blocks)
 
-    def _record(self, arguments: "Arguments", ids: Tensor, as_tuple: bool) -> None:
+    def _record(self, arguments: "Arguments", ids: Tensor, width: int) -> None:
         shape = tuple(ids.shape)
-        made = [self._recorder(arguments, i, shape, as_tuple) for i in range(len(self.blocks))]
+        made = [self._recorder(arguments, i, shape, width) for i in range(len(self.blocks))]
         with self._forwards(made):
             self.forward(ids)
 
@@ -280,7 +272,7 @@ class StreamedModel:
                 del block.forward
                 assert block.forward == original
 
-    def _recorder(self, arguments: "Arguments", index: int, shape: Shape, as_tuple: bool) -> Any:
+    def _recorder(self, arguments: "Arguments", index: int, shape: Shape, width: int) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             kwargs = {
@@ -291,7 +283,7 @@ class StreamedModel:
             arguments.put(index, shape, args[1:], kwargs)
             if index == len(self.blocks) - 1:
                 raise StopForward
-            return (hidden,) if as_tuple else hidden
+            return as_output(hidden, width)
 
         return record
 
@@ -307,6 +299,11 @@ class StreamedModel:
         output = (block or self.blocks[index])(hidden, *args, **kwargs)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
+
+
+def as_output(state: Tensor, width: int) -> Any:
+    """A hidden state as a block returns it: alone, or first of a tuple of so many items."""
+    return (state, *[None] * (width - 1)) if width else state
 
 
 class Arguments:

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear, silu
-from transformers import conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
+from billfish.checkpoints.experts import Layout, fusing_rules
 from billfish.schemes.base import ExpertsOp, watched
 
 Leaves = tuple[str, str, str]  # names of gate, up and down
-rules_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
 LEAVES: Leaves = ("gate_proj", "up_proj", "down_proj")
 # Names of an expert's parameters -> their values: `Experts.lend`
 Lend = Callable[[int, Sequence[str]], dict[str, Tensor]]
@@ -88,6 +86,7 @@ class Experts(nn.Module):
         hidden, both = (one, two) if fused.is_transposed else (two, one)
         how = {"bias": bool(fused.has_bias), "device": "meta", "dtype": fused.gate_up_proj.dtype}
         self.leaves, self.gating = leaves, Gating(fused)
+        self.layout = Layout(fused.is_transposed, not self.gating.concatenated)  # of `fused`
         for expert in range(self.count):
             self.add_module(str(expert), Expert(leaves, hidden, both // 2, **how))
         self.op: ExpertsOp | None = None  # all experts at once: models/joined.py, stack
@@ -219,13 +218,20 @@ def split_experts(model: Any) -> list[str]:
 
 
 def gates_of(model: nn.Module) -> set[str]:
-    """Modules beside Experts that weigh them: routers, and the gates of shared experts."""
+    """Modules beside Experts that weigh them: routers, and the gates of shared experts. Each is one
+    linear, or a module with one linear in it (AFMoE's router); shared experts have several."""
     found = set()
     for name, module in model.named_modules():
-        if any(isinstance(child, Experts) for child in module.children()):
-            beside = [(path, m) for path, m in module.named_children() if not list(m.children())]
-            weights = ((path, getattr(m, "weight", None)) for path, m in beside)
-            found |= {f"{name}.{p}" for p, w in weights if isinstance(w, Tensor) and w.ndim == 2}
+        if not any(isinstance(child, Experts) for child in module.children()):
+            continue
+        for path, child in module.named_children():
+            linears = [
+                inner
+                for inner, part in child.named_modules(prefix=f"{name}.{path}")
+                if isinstance(weight := getattr(part, "weight", None), Tensor) and weight.ndim == 2
+            ]
+            if len(linears) == 1:
+                found.add(linears[0])
     return found
 
 
@@ -234,19 +240,8 @@ def leaves_of(config: Any) -> Leaves:
     transformers fuses them: w1, w3 and w2 in Mixtral's."""
     found: dict[str, list[str]] = {}
     for kind in (config.model_type, config.get_text_config().model_type):
-        for rule in rules_of(kind) or ():
-            if is_fusing(rule):
-                target = rule.target_patterns[0].rpartition(".")[2]
-                found[target] = [source.split(".")[-2] for source in rule.source_patterns]
+        for rule in fusing_rules(kind):
+            target = rule.target_patterns[0].rpartition(".")[2]
+            found[target] = [source.split(".")[-2] for source in rule.source_patterns]
     names = [*found.get("gate_up_proj", []), *found.get("down_proj", [])]
     return (names[0], names[1], names[2]) if len(names) == 3 else LEAVES
-
-
-def is_fusing(rule: Any) -> bool:
-    """Whether a rule of transformers' loading merges tensors of single experts."""
-    targets = ("experts.gate_up_proj", "experts.down_proj")
-    return (
-        isinstance(rule, WeightConverter)
-        and rule.target_patterns[0].endswith(targets)
-        and all(".experts.*." in source for source in rule.source_patterns)
-    )

@@ -71,6 +71,10 @@ def probe_structure(
                 return
         read.append((x, [path]))
 
+    def wrote(path: str, output: Any) -> None:
+        if isinstance(output, Tensor):  # PhiMoE's router is a linear that returns a tuple
+            written.append((output, path))
+
     handles = []
     for path in (path for path in linears if path not in routed):
         module = block.get_submodule(path)
@@ -78,9 +82,7 @@ def probe_structure(
             module.register_forward_pre_hook(lambda m, args, path=path: reads(path, args[0]))
         )
         handles.append(
-            module.register_forward_hook(
-                lambda m, args, output, path=path: written.append((output, path))
-            )
+            module.register_forward_hook(lambda m, args, output, path=path: wrote(path, output))
         )
     for path, module in experts.items():
         handles.append(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from billfish.checkpoints.experts import COUNTS, FUSED_TYPES, SINGLE
+from billfish.checkpoints.experts import COUNTS, SINGLE, Unfused
 from billfish.checkpoints.match import (
     BUILDING,
     architecture,
@@ -19,8 +19,6 @@ from billfish.checkpoints.packed import recognize
 from billfish.checkpoints.read import Checkpoint
 from billfish.errors import UserError
 from billfish.models.experts import split_experts
-
-RECURRENT = ("mamba", "time_mix")
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -52,11 +50,13 @@ def skeleton(checkpoint: Checkpoint) -> Any:
     with BUILDING, _EmptyOnMeta():
         model = model_class._from_config(config)
     experts = split_experts(model)
-    if experts and not any(SINGLE.fullmatch(name) for name in checkpoint):
+    known = any(SINGLE.fullmatch(name) for name in checkpoint)
+    if known and isinstance(checkpoint, Unfused):
+        known = all(model.get_submodule(name).layout == checkpoint.layout for name in experts)
+    if experts and not known:
         raise UserError(
             f"{checkpoint.path}: holds all experts of a layer in one tensor ({experts[0]}). Of "
-            f"model type {config.model_type!r} that layout is not known here; known are files with "
-            f"a tensor for each expert, and {', '.join(FUSED_TYPES)}."
+            f"model type {config.model_type!r} that layout is not known here."
         )
     return model
 
@@ -75,25 +75,24 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     reason = _unlike_linears(model, name, blocks)
     if reason:
         raise UserError(
-            f"{type(model).__name__}: {reason}. Only attention and plain linears can be quantized "
-            "for now."
+            f"{type(model).__name__}: {reason}. Only plain linears can be quantized for now."
         )
     return name, blocks
 
 
 def _unlike_linears(model: nn.Module, name: str, blocks: nn.ModuleList) -> str | None:
     """Why the blocks cannot be quantized, or None: they hold weights of three dimensions (fused
-    experts, recurrent layers), or no linears."""
+    experts) that are no convolution's, share weights, or hold no linears."""
     config = getattr(model, "config", None)
-    for path, module in blocks.named_modules():
+    owners: dict[int, str] = {}
+    for path, module in blocks.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim != 3:
-                continue
             where = f"{name}.{path}.{leaf}, {tuple(parameter.shape)}"
-            if isinstance(module, nn.Conv1d) or any(sign in where for sign in RECURRENT):
-                return (
-                    f"its blocks hold recurrent layers, of a state-space model or alike ({where})"
-                )
+            block = path.partition(".")[0]
+            if owners.setdefault(id(parameter), block) != block:
+                return f"its blocks share weights ({where}), and each is quantized for itself"
+            if parameter.ndim != 3 or isinstance(module, nn.Conv1d):
+                continue
             if any(getattr(config, key, None) for key in COUNTS):
                 return f"it is a mixture of experts in a layout that is not known here ({where})"
             return f"its blocks hold weights of three dimensions ({where})"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from billfish.models.blocks import StopForward, StreamedModel
+from billfish.models.blocks import StopForward, StreamedModel, as_output
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class HeadInputs:
 
     def __enter__(self) -> "HeadInputs":
         self.model.fill("", skip=self.model.prefix + ".")
-        self.as_tuple = self.model.returns_tuple(torch.zeros(1, 1, dtype=torch.int64))
+        self.width = self.model.output_width(torch.zeros(1, 1, dtype=torch.int64))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +92,7 @@ class HeadInputs:
         handle = self.head.register_forward_pre_hook(catch)
         ids = torch.zeros(state.shape[:2], dtype=torch.int64)  # any: blocks give what they are told
         try:
-            with as_blocks(self.model, [Given((state,) if self.as_tuple else state)]):
+            with as_blocks(self.model, [Given(as_output(state, self.width))]):
                 self.model.forward(ids)
         finally:
             handle.remove()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from billfish.models.blocks import as_output
 from billfish.models.load import rows_of
 from billfish.models.passes import rounded_input
 from billfish.models.tail import Given, as_blocks
@@ -156,7 +157,7 @@ class Student:
     def in_model(self, ids: Tensor) -> Iterator[None]:
         """Within this context the model's blocks are the student's. `ids`: any sequence."""
         self.model.fill("", skip=self.model.prefix + ".")
-        self.as_tuple = self.model.returns_tuple(ids)
+        self.width = self.model.output_width(ids)
         with ExitStack() as stack:
             stack.enter_context(as_blocks(self.model, self.blocks))
             for block, parts in zip(self.model.blocks, self.linears, strict=True):
@@ -173,7 +174,7 @@ class Student:
         tail = {name: norm.now().to(self.model.dtype) for name, norm in self.tail.items()}
         tail |= self.head
         with mixed_precision(self.device):
-            known = Given((states,) if self.as_tuple else states)
+            known = Given(as_output(states, self.width))
             with torch.no_grad(), as_blocks(self.model, [known]):
                 wanted = model(**given).logits.float().log_softmax(-1)
             # Not tied: a packed head of its own leaves the embedding as it is.

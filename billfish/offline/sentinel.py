@@ -212,13 +212,13 @@ def _answers(
     if model.is_encoder or model.unfilled:
         return None
     both: list[Tensor] = []
-    as_tuple: bool | None = None
+    width: int | None = None
     for read, states in ((None, wanted), (written.read, found)):
         model.fill("", skip=outside, read=read)
-        as_tuple = model.returns_tuple(ids[:1]) if as_tuple is None else as_tuple
+        width = model.output_width(ids[:1]) if width is None else width
         with nullcontext() if read is None else written.packed_head():
             each = [
-                model.logits(ids[i : i + 1], states[i : i + 1], as_tuple)[0, ids.shape[1] // 2 :]
+                model.logits(ids[i : i + 1], states[i : i + 1], width)[0, ids.shape[1] // 2 :]
                 for i in range(len(ids))
             ]
         both.append(torch.cat(each).float().log_softmax(-1))

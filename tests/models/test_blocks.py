@@ -131,9 +131,7 @@ def test_channels_change_places_only_where_the_block_stays_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("MambaForCausalLM", "hold recurrent layers, of a state-space model"),
-        ("RwkvForCausalLM", "hold recurrent layers"),
-        ("Qwen3NextForCausalLM", "hold recurrent layers"),
+        ("RwkvForCausalLM", "weights of three dimensions"),
         ("JetMoeForCausalLM", "it is a mixture of experts"),
         ("XLNetLMHeadModel", "weights of three dimensions"),
         ("GPT2LMHeadModel", "hold no nn.Linear but Conv1D"),
