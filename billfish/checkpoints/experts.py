@@ -22,9 +22,9 @@ from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tensors import DECODED, KEPT, Placed, place
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
-FUSED = re.compile(
-    r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?"
-    r"|(.*\.block_sparse_moe)\.(input|output)_linear\.weight"  # Granite
+FUSED = re.compile(  # in the model's own blocks; those of a draft (mtp.*) are copied as they are
+    r"((?:model\.)?layers\.\d+\.\w+\.experts)\.(gate_up_proj|down_proj)(_bias)?"
+    r"|((?:model\.)?layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"  # Granite
 )
 SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
