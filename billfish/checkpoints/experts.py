@@ -9,6 +9,7 @@ the shapes back.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 PART_OF = {leaf: part for part, leaves in PARTS.items() for leaf in leaves}
 GRANITE = {"input": "gate_up_proj", "output": "down_proj"}
+# Sizes and numbers in files may be as large as one likes.
+MOST_EXPERTS, MOST_MISSING = 2**16, 64  # of a layer; that are named
 Shape = tuple[int, ...]
 rules_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
 
@@ -70,8 +73,9 @@ class Unfused(Checkpoint):
         self._places: dict[str, tuple[str, int, slice]] = {}  # fused tensor, expert, outputs
         for name, entry in source.entries.items():
             found = FUSED.fullmatch(name)
-            if found is None or len(entry.shape) != (2 if found[3] else 3):  # not the model's
-                self.entries[name] = entry
+            fits = found is not None and len(entry.shape) == (2 if found[3] else 3)
+            if found is None or not fits or not entry.nbytes or entry.shape[0] > MOST_EXPERTS:
+                self.entries[name] = entry  # not the model's, which `match` will say
                 continue
             prefix, part, bias = found[1], found[2], found[3]
             if found[4]:
@@ -182,12 +186,12 @@ def unequal(shapes: Mapping[str, Shape], config: Any) -> list[tuple[str, str]]:
     problems = []
     for (prefix, leaf, kind), held in layers.items():
         count = max(*held, 0) + 1 if told is None else told
-        for expert in sorted({*range(count)} - {*held}):
+        for expert in islice((i for i in range(count) if i not in held), MOST_MISSING):
             said = (
                 f"missing: the layer has {count} experts, and the files hold {len(held)} of them."
             )
             problems.append((f"{prefix}.{expert}.{leaf}.{kind}", said))
-        for expert in sorted({*held} - {*range(count)}):
+        for expert in sorted(i for i in held if i >= count):
             said = f"is in the files, and config.json says {count} experts."
             problems.append((f"{prefix}.{expert}.{leaf}.{kind}", said))
         usual = max(held.values(), key=[*held.values()].count)

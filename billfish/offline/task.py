@@ -33,7 +33,7 @@ from billfish.schemes.registry import fields, head_scheme
 OUTSIDE = "outside the blocks: kept in 16 bit"
 GATE = "decides which experts run, or how much: kept in 16 bit"
 # Part of a name -> why such linears stay in 16 bits.
-PARTS = {
+DENSE = {
     # DeepSeek-V3.2's. In 8 bits it chose other tokens, and the KL divergence of a small random
     # model was 500 times that of the same model where all tokens are chosen.
     ".indexer.": "chooses the tokens that attention sees: kept in 16 bit",
@@ -169,7 +169,7 @@ class Task:
         def kept(name: str) -> str | None:
             if name in gates:
                 return GATE
-            found = next((why for part, why in PARTS.items() if part in name), None)
+            found = next((why for part, why in DENSE.items() if part in name), None)
             return found if found or name.startswith(blocks) else OUTSIDE
 
         return [

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from jobs import request as asked
+from safetensors.torch import load_file, save_file
 from test_written_experts import dense_twin
 from thorough import some
 from tiny import OTHERS, write_checkpoint
@@ -17,6 +18,7 @@ from billfish.models.blocks import StreamedModel
 from billfish.models.linear import QuantLinear
 from billfish.models.load import load
 from billfish.offline.driver import quantize
+from billfish.offline.plan import plan
 from billfish.schemes.w4a16 import W4A16
 
 # What must stay dense although it is a linear, or acts like one
@@ -70,6 +72,28 @@ def test_experts_that_files_fuse_are_those_of_the_model(tmp_path):
             assert torch.equal(model.checkpoint.tensor(name), wanted[expert])
             assert model.checkpoint.entries[name].shape == wanted[expert].shape
             assert model.checkpoint.entries[name].nbytes == wanted[expert].nbytes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "said"),
+    [
+        ("Llama", "experts.999999999.gate_proj.weight", (4, 4), "missing: the layer has"),
+        ("Llama", "experts.gate_up_proj", (99999999, 0, 0), "has no such tensor"),
+        ("GptOss", "experts.gate_up_proj", (99999999, 0, 0), "gate_up_proj' has shape"),
+        ("GptOss", "experts.gate_up_proj", (99999, 1, 2), "gate_up_proj' has shape"),
+        ("GptOss", "experts.gate_up_proj", (5, 64, 256), "is in the files, and .* 4 experts"),
+    ],
+    ids=["number", "llama", "empty", "many", "one more"],
+)
+def test_numbers_of_experts_as_large_as_one_likes(architecture, name, shape, said, tmp_path, text):
+    """One message, in seconds and in little memory."""
+    source = write_checkpoint(tmp_path / "source", f"{architecture}ForCausalLM")
+    held = load_file(source / "model.safetensors")
+    held[f"model.layers.0.mlp.{name}"] = torch.zeros(shape)
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=said):
+        plan(asked(source, None, text))
+    assert verify(source)["problems"]
 
 
 def test_blocks_that_share_weights_are_refused(tmp_path, text):
