@@ -34,8 +34,8 @@ OUTSIDE = "outside the blocks: kept in 16 bit"
 GATE = "decides which experts run, or how much: kept in 16 bit"
 # Part of a name -> why such linears stay in 16 bits.
 DENSE = {
-    # DeepSeek-V3.2's. In 8 bits it chose other tokens, and the KL divergence of a small random
-    # model was 500 times that of the same model where all tokens are chosen.
+    # DeepSeek-V3.2's: a small random model's KL divergence in 8 bits was 0.0123 with them, 0.0070
+    # without, and 0.00003 where all tokens are chosen.
     ".indexer.": "chooses the tokens that attention sees: kept in 16 bit",
     # Mamba's and Jamba's: exp() of its output, from a weight that is read and not called.
     ".dt_proj": "gives the steps of a recurrence, by its weight alone: kept in 16 bit",
