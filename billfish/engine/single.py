@@ -17,7 +17,7 @@ from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
 from billfish.engine.text import Detokenizer
 from billfish.errors import UserError
-from billfish.models.decoder import unlike_llama
+from billfish.models.families import unlike_llama
 from billfish.models.generate import Sampling, encode, tokens
 
 

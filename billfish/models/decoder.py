@@ -4,7 +4,7 @@ with attention left to a callback.
 `Decoder` wraps a model loaded by transformers and calls the model's own modules, so every linear
 (nn.Linear, QuantLinear), norm and RoPE variant is the one that transformers runs; only the order of
 the calls is written again here. Cache, mask and sampling belong to the caller. `of` refuses a model
-whose blocks compute anything else.
+whose blocks compute anything else (families.py).
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from billfish.errors import UserError
 from billfish.models.experts import Choice, Experts
+from billfish.models.families import family_of, refusal
 from billfish.models.joined import Product, gated, joined, side_by_side, stack
 from billfish.models.prepacked import prepack
 from billfish.schemes.base import GatedOp
@@ -46,77 +46,8 @@ class Shape:
         assert len(self.windows) == self.layers, (self.windows, self.layers)
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How one architecture of transformers differs from the others."""
-
-    model_type: str
-    attention: frozenset[str]  # names of all children of self_attn
-    # Which layers use config.sliding_window. Llama ignores it; Mistral, Mixtral, Phi-3 and
-    # Qwen3-MoE use it in every layer; other Qwens have a type for each layer in layer_types
-    # (derived from use_sliding_window and max_window_layers if a checkpoint has none).
-    windows: str  # "none", "all" or "by type"
-
-
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_SPLIT = frozenset({*_QKV, "o_proj"})
-_NORMED = _SPLIT | {"q_norm", "k_norm"}
-_FUSED = frozenset({"qkv_proj", "o_proj"})
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", _SPLIT, "none"),
-    "MistralForCausalLM": _Family("mistral", _SPLIT, "all"),
-    "Phi3ForCausalLM": _Family("phi3", _FUSED, "all"),
-    "Qwen2ForCausalLM": _Family("qwen2", _SPLIT, "by type"),
-    "Qwen3ForCausalLM": _Family("qwen3", _NORMED, "by type"),
-    "MixtralForCausalLM": _Family("mixtral", _SPLIT, "all"),
-    "Qwen2MoeForCausalLM": _Family("qwen2_moe", _SPLIT, "by type"),
-    "Qwen3MoeForCausalLM": _Family("qwen3_moe", _NORMED, "all"),
-    "GptOssForCausalLM": _Family("gpt_oss", _SPLIT | {"sinks"}, "by type"),
-}
-_TOP = frozenset({"model", "lm_head"})
-_MODEL = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
-_BLOCK = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-
-# RoPE types with constant frequencies. Those of transformers' other types ("dynamic", "longrope")
-# depend on the longest sequence of the call: results would depend on the rest of the batch, and
-# keys already in the cache would become wrong as a sequence grows.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
-# Settings that explain, in the error message, how a model outside _FAMILIES differs from Llama.
-# They decide nothing: transformers ignores them in the architectures above.
-_TELLTALES = {
-    "num_local_experts": "experts",
-    "num_experts": "experts",
-    "n_routed_experts": "experts",
-    "attn_logit_softcapping": "softcapped attention scores",
-    "final_logit_softcapping": "softcapped logits",
-    "logits_scaling": "scaled logits",
-    "logit_scale": "scaled logits",
-    "residual_multiplier": "scaled residuals",
-    "embedding_multiplier": "scaled embeddings",
-    "no_rope_layers": "layers without RoPE",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "kv_lora_rank": "latent attention",
-}
-
-
-def unlike_llama(model: Any) -> list[str]:
-    """How a model's blocks differ from Llama's; empty for a model that the engine runs. Weights are
-    not read."""
-    config: Any = getattr(model, "config", None)
-    family = _FAMILIES.get(type(model).__name__)
-    if family is None or family.model_type != getattr(config, "model_type", None):
-        found = _told_by(config) + _unlike(model, None)
-        return found or ["more than its modules show; it was never compared"]
-    return _unlike(model, family) or _unlike_settings(model, family)
-
-
-def family_of(model: Any) -> _Family:
-    """The family of a model; raises UserError if its blocks are not Llama's."""
-    if found := unlike_llama(model):
-        raise _refusal(model, found)
-    return _FAMILIES[type(model).__name__]
 
 
 class Decoder:
@@ -153,7 +84,7 @@ class Decoder:
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1 or devices == ["meta"]:
             told = f"weights on {', '.join(devices)}: all must be in memory, on one device"
-            raise _refusal(model, [told])
+            raise refusal(model, [told])
         attention = model.model.layers[0].self_attn
         layers: int = config.num_hidden_layers
         return cls(
@@ -165,7 +96,7 @@ class Decoder:
                 head_dim=attention.head_dim,
                 vocabulary=config.vocab_size,
                 context=config.max_position_embeddings,
-                windows=tuple(_window(config, family, index) for index in range(layers)),
+                windows=tuple(family.window(config, index) for index in range(layers)),
                 scale=attention.scaling,
             ),
         )
@@ -320,78 +251,3 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotary == x.shape[-1]:
         return rotated
     return torch.cat((rotated, x[..., rotary:]), -1)
-
-
-def _window(config: Any, family: _Family, index: int) -> int | None:
-    if family.windows == "none":
-        return None
-    if family.windows == "by type" and config.layer_types[index] != "sliding_attention":
-        return None
-    window: int | None = config.sliding_window
-    return window
-
-
-def _parts(module: nn.Module) -> set[str]:
-    """Names of a module's children and own parameters, without dropout, which does nothing here."""
-    children = {n for n, m in module.named_children() if not isinstance(m, nn.Dropout)}
-    return children | {name for name, _ in module.named_parameters(recurse=False)}
-
-
-def _compare(place: str, found: set[str], expected: frozenset[str]) -> list[str]:
-    more, less = sorted(found - expected), sorted(expected - found)
-    return [f"{place}.{name}" for name in more] + [f"{place} without {name}" for name in less]
-
-
-def _unlike(model: Any, family: _Family | None) -> list[str]:
-    """Modules that the model has and Llama has not, or the reverse; without a family its attention
-    may be that of any."""
-    if not hasattr(model, "lm_head"):
-        return ["no lm_head (a model without its head gives no logits)"]
-    if not hasattr(getattr(model, "model", None), "layers"):
-        return ["no blocks at model.layers"]
-    found = _compare("top", _parts(model), _TOP) + _compare("model", _parts(model.model), _MODEL)
-    for layer in model.model.layers:  # all of them: a single layer may differ
-        found += _compare("block", _parts(layer), _BLOCK)
-        if "self_attn" in _parts(layer):
-            parts = _parts(layer.self_attn)
-            families = [family] if family else list(_FAMILIES.values())
-            each = [_compare("self_attn", parts, one.attention) for one in families]
-            nearest: list[str] = min(each, key=len)
-            found += nearest
-        if found:
-            return found
-    return found
-
-
-def _unlike_settings(model: Any, family: _Family) -> list[str]:
-    """Settings of a known architecture that Decoder does not implement."""
-    found = []
-    config, rope = model.config, model.model.rotary_emb.rope_type
-    if rope not in _FIXED_ROPE:
-        found.append(f"RoPE {rope!r}, whose frequencies follow the longest sequence of a batch")
-    if not getattr(config, "is_causal", True):
-        found.append("attention to tokens that come later (is_causal: false)")
-    if family.windows == "by type":
-        kinds = set(config.layer_types)
-        found += [
-            f"{kind} layers" for kind in sorted(kinds - {"full_attention", "sliding_attention"})
-        ]
-        if "sliding_attention" in kinds and config.sliding_window is None:
-            found.append("sliding_attention layers without a sliding_window")
-    return found
-
-
-def _told_by(config: Any) -> list[str]:
-    told = (reason for name, reason in _TELLTALES.items() if getattr(config, name, None))
-    return list(dict.fromkeys(told))
-
-
-def _refusal(model: Any, found: list[str]) -> UserError:
-    path = getattr(model, "name_or_path", "")
-    kind = getattr(getattr(model, "config", None), "model_type", "no model_type")
-    return UserError(
-        f"{path + ': ' if path else ''}the engine does not run this {type(model).__name__} "
-        f"({kind}). Unlike Llama, and not written: {'; '.join(found)}. It runs "
-        f"{', '.join(_FAMILIES)}. transformers itself runs the model: billfish.load(path), then "
-        f"model.generate."
-    )

@@ -13,7 +13,8 @@ from billfish.checkpoints.kv_file import KV_FILE
 from billfish.checkpoints.write import write_shard
 from billfish.engine.kv.cache import ChannelRange
 from billfish.engine.kv.rotation import TOKENS, find_rotation
-from billfish.models.decoder import Decoder, family_of
+from billfish.models.decoder import Decoder
+from billfish.models.families import family_of
 from billfish.models.load import load
 from billfish.offline.text import Calibration, calibration
 

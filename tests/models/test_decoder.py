@@ -19,6 +19,9 @@ from billfish.schemes.base import Reference
 from billfish.schemes.w4a16 import W4A16
 
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+SHARED |= {"head_dim": 16}
 CONFIGS = {
     **ARCHITECTURES,
     "Phi3ForCausalLM": ("Phi3Config", GROUPED),
@@ -36,6 +39,19 @@ CONFIGS = {
         "GptOssConfig",
         {**GROUPED, "head_dim": 16, "num_local_experts": 4, "sliding_window": 8},
     ),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", {**GROUPED, **SHARED}),
+    "Dots1ForCausalLM": ("Dots1Config", {**GROUPED, **SHARED}),
+    "HYV3ForCausalLM": (
+        "HYV3Config",
+        {**GROUPED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"num_shared_experts": 1, "moe_intermediate_size": 48},
+    ),
+    "SeedOssForCausalLM": ("SeedOssConfig", {**GROUPED, "head_dim": 16}),
+    "MinistralForCausalLM": (
+        "MinistralConfig",
+        {**GROUPED, "head_dim": 16, "sliding_window": 8},
+    ),
+    "CwmForCausalLM": ("CwmConfig", {**GROUPED, "head_dim": 16, "sliding_window": 8}),
     "SmolLM3ForCausalLM": ("SmolLM3Config", GROUPED),
     "CohereForCausalLM": ("CohereConfig", GROUPED),
     "GemmaForCausalLM": ("GemmaConfig", {**GROUPED, "head_dim": 16}),
@@ -115,6 +131,7 @@ def assert_same(model, tolerance=TOLERANCE):
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 ALL, NONE = (8, 8, 8), (None, None, None)
 CASES = {
     "llama": ("LlamaForCausalLM", {}, NONE),
@@ -152,7 +169,7 @@ CASES = {
     "qwen3 tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}, NONE),
     "qwen3 types": (
         "Qwen3ForCausalLM",
-        {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {**WINDOW, "layer_types": TYPES},
         (8, None, 8),
     ),
     "phi3": ("Phi3ForCausalLM", {}, NONE),
@@ -168,6 +185,14 @@ CASES = {
     "qwen3 moe windows": ("Qwen3MoeForCausalLM", WINDOW, ALL),
     "gpt-oss": ("GptOssForCausalLM", {}, (8, None, 8)),  # its default RoPE is yarn
     "gpt-oss, RoPE of no type": ("GptOssForCausalLM", rope("default"), (8, None, 8)),
+    "glm4 moe": ("Glm4MoeForCausalLM", rope("default", partial_rotary_factor=0.5), NONE),
+    "glm4 moe normed": ("Glm4MoeForCausalLM", {"use_qk_norm": True}, NONE),
+    "dots1": ("Dots1ForCausalLM", {}, NONE),
+    "dots1 windows": ("Dots1ForCausalLM", {**WINDOW, "layer_types": TYPES}, (8, None, 8)),
+    "hy v3": ("HYV3ForCausalLM", {}, NONE),
+    "seed-oss": ("SeedOssForCausalLM", {}, NONE),
+    "ministral": ("MinistralForCausalLM", {"layer_types": TYPES}, (8, None, 8)),
+    "cwm": ("CwmForCausalLM", {"layer_types": TYPES, **rope("default")}, (8, None, 8)),
     "phi3 partial": ("Phi3ForCausalLM", rope("default", partial_rotary_factor=0.5), NONE),
 }
 
