@@ -113,6 +113,15 @@ def ragged(seed):
     return schedule
 
 
+def in_turns(paged, all_texts, layer, seed):
+    """All texts whole, by a ragged schedule."""
+    outs = {id(text): [] for text in all_texts}
+    for work in ragged(seed)(all_texts):
+        for (text, _), out in zip(work, step(paged, work, layer), strict=True):
+            outs[id(text)].append(out)
+    return [torch.cat(outs[id(text)]) for text in all_texts]
+
+
 @every_format
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("heads,kv_heads", [(6, 2), (3, 3), (4, 1)])
@@ -120,12 +129,7 @@ def test_ragged_batches_match_the_dense_reference(kind, layer, heads, kv_heads):
     cache = build(kind, kv_heads)
     paged = PagedAttention(cache, SCALE, WINDOWS)
     all_texts = texts([1, 4, 5, 13, 40, 27], heads, kv_heads)
-    outs = {id(text): [] for text in all_texts}
-    for work in ragged(heads)(all_texts):
-        for (text, _), out in zip(work, step(paged, work, layer), strict=True):
-            outs[id(text)].append(out)
-    for text in all_texts:
-        out = torch.cat(outs[id(text)])
+    for text, out in zip(all_texts, in_turns(paged, all_texts, layer, heads), strict=True):
         assert out.shape == text.q.shape and out.dtype == text.q.dtype
         assert (out - expected(cache, text, layer)).abs().max() < FP32
 
@@ -139,13 +143,9 @@ def test_sinks_join_every_softmax(layer, heads, kv_heads, monkeypatch):
     cache = build(kv_heads=kv_heads)
     paged = PagedAttention(cache, SCALE, WINDOWS, [sinks, sinks])
     all_texts = texts([1, 4, 5, 13, 40, 27], heads, kv_heads)
-    outs = {id(text): [] for text in all_texts}
-    for work in ragged(heads)(all_texts):
-        for (text, _), out in zip(work, step(paged, work, layer), strict=True):
-            outs[id(text)].append(out)
-    for text in all_texts:
+    for text, out in zip(all_texts, in_turns(paged, all_texts, layer, heads), strict=True):
         exact = expected(cache, text, layer, sinks)
-        assert (torch.cat(outs[id(text)]) - exact).abs().max() < FP32
+        assert (out - exact).abs().max() < FP32
         assert (alone(paged, text, layer, text.length) - exact).abs().max() < FP32
         without = expected(cache, text, layer)
         assert (without - exact).abs().max() > 0.1
