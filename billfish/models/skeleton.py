@@ -10,6 +10,7 @@ from billfish.checkpoints.experts import COUNTS, SINGLE, Unfused
 from billfish.checkpoints.match import (
     BUILDING,
     architecture,
+    causal,
     model_config,
     parts_of_their_own,
     problems,
@@ -43,6 +44,8 @@ def skeleton(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path}: is quantized already ({recognize(checkpoint)[1]}). "
             "Start from the original, or use `billfish convert` to change its format."
         )
+    if model_class.__name__.endswith("ForCausalLM"):
+        causal(checkpoint, config)  # raises if the result could not be loaded
     shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
     found = problems(checkpoint, shapes, model_class=model_class, config=config)
     strangers = parts_of_their_own(checkpoint, found)

@@ -10,6 +10,7 @@ from test_written_experts import dense_twin
 from thorough import some
 from tiny import OTHERS, write_checkpoint
 
+from billfish.checkpoints import match
 from billfish.checkpoints.read import Checkpoint
 from billfish.checkpoints.tensors import read_tensors
 from billfish.checkpoints.verify import verify
@@ -94,6 +95,16 @@ def test_numbers_of_experts_as_large_as_one_likes(architecture, name, shape, sai
     with pytest.raises(UserError, match=said):
         plan(asked(source, None, text))
     assert verify(source)["problems"]
+
+
+def test_what_transformers_could_not_load_again_is_refused_before_any_work(
+    tmp_path, text, monkeypatch
+):
+    """Mistral 4's text model: a class for writing text that no config leads to."""
+    source = write_checkpoint(tmp_path / "source")
+    monkeypatch.setattr(match.transformers, "MODEL_FOR_CAUSAL_LM_MAPPING", {})
+    with pytest.raises(UserError, match="model_type 'llama' is no causal LM of transformers"):
+        plan(asked(source, None, text))
 
 
 def test_blocks_that_share_weights_are_refused(tmp_path, text):
