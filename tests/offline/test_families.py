@@ -38,7 +38,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("architecture", some([*OTHERS], 0, 2, 5, 6, 8))
+@pytest.mark.parametrize("architecture", some([*OTHERS], 0, 1, 2, 5, 6, 8, 9))
 def test_they_are_quantized_whole_and_run_packed(architecture, tmp_path, text):
     source = write_checkpoint(tmp_path / "source", architecture)
     out, scheme = tmp_path / "out", W4A16(8, 32)
