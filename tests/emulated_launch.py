@@ -1,14 +1,16 @@
 """Kernels on the emulated GPU (kernels/emulator/engine.cpp), launched as launch.Loaded does, on the
-CPU's tensors."""
+CPU's tensors; and the engine's norm as such a launch."""
 
 import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
+import torch
 from cpp_compiler import compile_cpp
 
 import billfish
+from billfish.engine.cuda import fused
 
 HERE = Path(__file__).parent / "kernels" / "emulator"
 PACKAGE = Path(billfish.__file__).parent
@@ -52,3 +54,21 @@ def library(folder, source, programs, text=None, *flags):
         *flags,
     )
     return ctypes.CDLL(str(target))
+
+
+def engine_norm(folder):
+    """(hidden, delta, weight, eps) -> norm of hidden += delta, launched as Fused.norm launches
+    it."""
+    programs = {
+        dtype: fused.programs(dtype, "kv16", 64, False)[0]
+        for dtype in (torch.float16, torch.bfloat16)
+    }
+    made = library(folder, PACKAGE / "engine" / "cuda" / "small.cuh", list(programs.values()))
+
+    def run(hidden, delta, weight, eps):
+        out = torch.empty_like(hidden)
+        launcher = SimpleNamespace(_norm=Emulated(made, programs[hidden.dtype].name))
+        fused.Fused.norm(launcher, hidden, delta, weight, eps, out)
+        return out
+
+    return run

@@ -5,8 +5,8 @@ k into stripes of equal length (stream-K). A cost model chooses.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from billfish.kernels.clusters import BAND
 from billfish.kernels.device import Gpu
@@ -35,6 +35,10 @@ class Costs:
     meeting_us: tuple[float, float] = (1.5, 1.0)
     cluster_us: float = 0.0  # of a reduction within a cluster
     clusters: tuple[int, ...] = ()  # sizes of clusters that may share a tile
+    twin_us: Mapping[tuple[int, int], float] = field(default_factory=dict)  # stage_us of twins
+    # How much longer stages of stripes take, as a share, where x fills the L2 cache: stripes begin
+    # at different inputs.
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Cut:
     bands: int  # bands of 64 outputs for each of two warpgroups
     stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
     splits: int = 1  # CTAs of a cluster that shares a tile, each with a part of its inputs
+    twins: bool = False  # clusters of two CTAs with neighbouring outputs, which share x
 
     @property
     def outputs(self) -> int:
@@ -82,6 +87,10 @@ class Launch:
     early: bool  # the next kernel may start early (PDL), as this one occupies every SM
 
     @property
+    def cluster(self) -> int:
+        return 2 if self.cut.twins else self.cut.splits
+
+    @property
     def sums(self) -> int:
         """Elements of the split-K workspace, 32 bits each."""
         split = self.whole < self.m_tiles * self.n_tiles
@@ -101,16 +110,19 @@ def launch(
     smem = stages * stage + rest
     if stages < 2:
         return None
-    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / cut.outputs)
+    # Twins count as one CTA with one tile, on a GPU with half as many SMs.
+    each = 2 if cut.twins else 1
+    sms = gpu.sms // each
+    m_tiles, n_tiles = math.ceil(m / cut.tokens), math.ceil(n / (cut.outputs * each))
     tiles = whole = m_tiles * n_tiles
     if cut.splits > 1:
         blocks = tiles * cut.splits
         if blocks > gpu.sms * cut.per_sm or k_tiles < cut.splits * LEAST_STRIPE:
             return None
     elif cut.stripes == 0:
-        blocks = min(tiles, gpu.sms * cut.per_sm)
+        blocks = min(tiles, sms * cut.per_sm)
     else:
-        blocks = slots = gpu.sms * cut.stripes
+        blocks = slots = sms * cut.stripes
         even = slots // tiles * tiles  # every tile is split into equally many parts
         if even >= EVEN * slots:
             blocks = even
@@ -119,6 +131,7 @@ def launch(
             return None
         # Stripes are one to two tiles long: shorter ones would leave more sums to reduce.
         whole = max(0, tiles // blocks - 1) * blocks
+    blocks *= each
     # CTAs of the next kernel that start early would all go to the few idle SMs.
     early = cut.per_sm == 1 or blocks >= gpu.sms
     asked = max(smem, gpu.alone) if blocks <= gpu.sms else smem
@@ -126,7 +139,9 @@ def launch(
 
 
 def cuts(
-    instances: Iterable[tuple[int, int]] = INSTANCES, clusters: Iterable[int] = ()
+    instances: Iterable[tuple[int, int]] = INSTANCES,
+    clusters: Iterable[int] = (),
+    twins: Container[tuple[int, int]] = (),
 ) -> Iterator[Cut]:
     for tokens, bands in instances:
         for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
@@ -134,12 +149,15 @@ def cuts(
         for splits in clusters:
             if splits <= tokens // 16:  # a CTA of the cluster stores 16 tokens or more
                 yield Cut(tokens, bands, 0, splits)
+        if (tokens, bands) in twins:
+            for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
+                yield Cut(tokens, bands, stripes, twins=True)
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     """Expected time: the CTAs of an SM share it; epilogues and reductions come on top."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
-    stage = costs.stage_us[cut.tokens, cut.bands]
+    stage = (costs.twin_us if cut.twins else costs.stage_us)[cut.tokens, cut.bands]
     stage *= 1 + costs.busy * min(1.0, how.blocks / gpu.sms)
     if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2:
         stage *= costs.together
@@ -147,9 +165,13 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     if cut.splits > 1:
         parts, stages, meeting = 1.0, float(math.ceil(k_tiles / cut.splits)), costs.cluster_us
     else:
-        parts = math.ceil(how.whole / how.blocks) + (tiles - how.whole) / how.blocks
+        workers = how.blocks // 2 if cut.twins else how.blocks
+        parts = math.ceil(how.whole / workers) + (tiles - how.whole) / workers
         stages, (constant, more) = parts * k_tiles, costs.meeting_us
         meeting = constant + more * size if how.sums else 0.0
+        if how.sums:
+            x_bytes = how.m_tiles * cut.tokens * k_tiles * SLICE * 2
+            stage *= 1 + costs.spread * min(1.0, x_bytes / max(1, gpu.l2_bytes))
     return stages * stage + max(1.0, parts) * costs.tile_us * size + meeting
 
 
@@ -164,5 +186,6 @@ def cheapest(
 ) -> Launch | None:
     """The best launch by the cost model; None if no configuration fits in shared memory."""
     sizes = (m, n, k_tiles, record_bytes, gpu, held)
-    fit = (how for cut in cuts(costs.stage_us, costs.clusters) if (how := launch(cut, *sizes)))
+    every = cuts(costs.stage_us, costs.clusters, costs.twin_us)
+    fit = (how for cut in every if (how := launch(cut, *sizes)))
     return min(fit, key=lambda how: model_us(how, k_tiles, gpu, costs), default=None)

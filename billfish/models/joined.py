@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from billfish.models.experts import Experts
 from billfish.models.linear import QuantLinear
-from billfish.schemes.base import GatedOp, LinearOp, together
+from billfish.schemes.base import GatedOp, LinearOp, NormInput, together
 
 Product = Callable[[Any], Tensor]  # (..., k), or what ops prepare of it -> (..., sum of n)
 
@@ -34,9 +34,11 @@ class SideBySide:
     def __init__(self, linears: list[Any]) -> None:
         self.linears = linears
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
         op = shared_op(self.linears)
-        return op and op.norm_input(hidden, delta, weight, eps)
+        return None if op is None else op.norm_input(hidden, delta, weight, eps)
 
     def __call__(self, x: Any) -> Tensor:
         op = shared_op(self.linears) if isinstance(x, Tensor) else None
@@ -99,10 +101,9 @@ def side_by_side(module: nn.Module, *names: str) -> Product:
 
 def norm_input(
     product: Product, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-) -> Any:
-    """hidden += delta, in place, and its RMS norm as an input of the product; None if its op has no
-    launch for both, and then hidden is unchanged."""
-    ask = getattr(product, "norm_input", None)
+) -> NormInput:
+    """The RMS norm of hidden + delta as an input of the product, and the sum, as a LinearOp's."""
+    ask: Callable[..., NormInput] | None = getattr(product, "norm_input", None)
     return ask and ask(hidden, delta, weight, eps)
 
 

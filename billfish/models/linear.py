@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from billfish.schemes.base import LinearOp, Scheme
+from billfish.schemes.base import LinearOp, NormInput, Scheme
 from billfish.schemes.registry import choose_op
 
 
@@ -64,9 +64,11 @@ class QuantLinear(nn.Module):
         for name in self.names:
             setattr(self, name, None)
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
         """As a LinearOp's."""
-        return self.op and self.op.norm_input(hidden, delta, weight, eps)
+        return None if self.op is None else self.op.norm_input(hidden, delta, weight, eps)
 
     def forward(self, x: Any) -> Tensor:  # (..., k), or the result of op.prepare -> (..., n)
         if self.op is None:

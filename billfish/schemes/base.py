@@ -21,6 +21,7 @@ from billfish.kernels.jit import Program
 Tensors = Mapping[str, Tensor]
 Shape = tuple[int, int]  # n, k
 Options = Mapping[str, Any]  # parameters given by a user: bits, group_size, ...
+NormInput = tuple[Any, Tensor] | None  # an op's input, and the residual sum that it is the norm of
 
 
 class Scheme(Protocol):
@@ -170,10 +171,13 @@ class LinearOp(Protocol):
     def prepare(self, x: Tensor) -> Any:
         """Convert activations to its input; the result depends on `takes` and x alone."""
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
-        """hidden (m, k) += delta, in place, and its RMS norm, prepared, in one launch: the bits of
-        `prepare` after the engine's norm. None where it has no such kernel; then hidden is
-        unchanged."""
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
+        """The RMS norm of hidden (m, k) + delta as its input, with the bits of `prepare` after the
+        engine's norm and without a launch of the norm's own; and the sum, either hidden itself or
+        a tensor that is written when the input is first multiplied. None where it has no such
+        kernel; then hidden is unchanged."""
 
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
@@ -227,7 +231,9 @@ class GatedOp(Protocol):
     def parts(self) -> Sequence[LinearOp]:
         """The ops of the layers that it was made from."""
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
         """As a LinearOp's."""
 
     def __call__(self, x: Any) -> Tensor:
@@ -260,7 +266,9 @@ class Op:
     def prepare(self, x: Tensor) -> Any:
         return x
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
         """Not supported."""
         return None
 

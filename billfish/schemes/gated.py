@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from billfish.schemes.base import Op
+from billfish.schemes.base import NormInput, Op
 
 
 def order(n: int, run: int) -> Tensor:
@@ -38,7 +38,7 @@ class Whole(Protocol):
 
     def norm_input(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> Any: ...
+    ) -> NormInput: ...
 
     def __call__(self, x: Any, bias: Tensor | None = None, gated: bool = False) -> Tensor: ...
 
@@ -59,7 +59,9 @@ class Gated:
         rows = torch.split(places, list(sizes))
         return cls(whole, [Part(whole, each) for each in rows])
 
-    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> NormInput:
         return self.whole.norm_input(hidden, delta, weight, eps)
 
     def __call__(self, x: Any) -> Tensor:  # (..., k) -> (..., n / 2): silu(gate) * up

@@ -40,7 +40,7 @@ def test_every_cut(instance, scheme, dtype):
     op, weight = op_of(CudaOp, scheme, n, k, dtype)
     plan, rounded, bias = plan_of(op), weight.to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     launched = 0
-    for cut in tiles.cuts([instance], batch.COSTS.clusters):
+    for cut in tiles.cuts([instance], batch.COSTS.clusters, batch.COSTS.twin_us):
         for m in (17, cut.tokens, 2 * cut.tokens + 5):
             how = tiles.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
             if how is None:

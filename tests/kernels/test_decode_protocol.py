@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 KINDS = [(1, 4), (2, 2), (4, 1)]  # bands at most, slices of a stage
-WARPS = 8
+WARPS, SUM_WARPS = 8, 2
 
 
 class Barrier:
@@ -45,12 +45,13 @@ class Slot:
 
 
 class Block:
-    def __init__(self, rank, span, stages):
+    def __init__(self, rank, span, stages, summed):
         self.rank, self.span = rank, span
         self.full = [Barrier(2) for _ in range(stages)]  # weights, and the warp that copies x
-        self.empty = [Barrier(WARPS) for _ in range(stages)]
+        self.empty = [Barrier(WARPS + summed * SUM_WARPS) for _ in range(stages)]
+        self.summed = [Barrier(SUM_WARPS) for _ in range(stages)]
         self.reduced = [Barrier(1) for _ in range(2)]
-        self.ring = {}  # (slot, "weights" or "x") -> (pass, stage)
+        self.ring = {}  # (slot, "weights", "x" or of a warp "sums") -> (pass, stage)
         self.readers = Counter()  # of a slot
         self.sums = [{}, {}]
         self.waited, self.read = Counter(), Counter()  # warps before and after it, by pass
@@ -64,7 +65,8 @@ class Model:
         self.bands, self.slices, self.stages, self.haves = bands, slices, stages, haves
         self.skip = skip  # the mistake that hung: not to wait for stages of other warps
         self.meet = meet  # without it, a warp that is slow to read sums may find newer ones
-        self.blocks = [Block(rank, span, stages) for rank, span in enumerate(spans)]
+        self.summed = bands > 1  # x of a stage, by two warps more
+        self.blocks = [Block(rank, span, stages, self.summed) for rank, span in enumerate(spans)]
         self.flying = []  # what memory has yet to do
 
     def place(self, block, slot, what, tag):
@@ -90,6 +92,21 @@ class Model:
                 slot.advance()
                 yield
 
+    def sum(self, block, warp):
+        slot = Slot(self.stages)
+        for number in range(len(self.haves)):
+            for stage in range(-(-block.span // self.slices)):
+                while not block.full[slot.index].done(slot.parity):
+                    yield
+                assert block.ring[slot.index, "x"] == (number, stage)
+                yield
+                assert block.ring[slot.index, "x"] == (number, stage)
+                block.ring[slot.index, f"sums {warp}"] = (number, stage)
+                block.summed[slot.index].arrive()
+                block.empty[slot.index].arrive()
+                slot.advance()
+                yield
+
     def math(self, block, worker):
         warps = 2 * self.bands
         sub, band = worker // warps, worker % warps // 2
@@ -105,6 +122,10 @@ class Model:
                         yield
                         for what in ("weights", "x"):
                             assert block.ring[slot.index, what] == (number, stage), what
+                        while self.summed and not block.summed[slot.index].done(slot.parity):
+                            yield
+                        for warp in range(self.summed * SUM_WARPS):
+                            assert block.ring[slot.index, f"sums {warp}"] == (number, stage)
                         block.multiplied[number, band, worker % 2, slice_] += 1
                         yield
                         block.readers[slot.index] -= 1
@@ -148,6 +169,7 @@ class Model:
         actors = []
         for block in self.blocks:
             mine = [self.copier(block, "weights"), self.copier(block, "x")]
+            mine += [self.sum(block, warp) for warp in range(self.summed * SUM_WARPS)]
             mine += [self.math(block, worker) for worker in range(WARPS)]
             actors += [(block, actor) for actor in mine]
         left = Counter(block.rank for block, _ in actors)

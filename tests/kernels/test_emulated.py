@@ -60,7 +60,8 @@ def compiled(tmp_path_factory):
     def build(kernel, arguments, text=None):
         key = (kernel, arguments, text)
         if key not in known:
-            source, changed = PACKAGE / "schemes" / "w4a16" / "cuda" / f"{kernel}.cuh", HERE
+            file = "decode" if kernel == "normed" else kernel
+            source, changed = PACKAGE / "schemes" / "w4a16" / "cuda" / f"{file}.cuh", HERE
             if text is not None:  # of the kernel, or of a header that is found before the real one
                 changed = folder / str(len(known))
                 (changed / "billfish").mkdir(parents=True)
@@ -76,7 +77,7 @@ def compiled(tmp_path_factory):
                 f"-I{PACKAGE / 'kernels' / 'include'}",
                 f'-DKERNEL_FILE="{source}"',
                 f"-D{kernel.upper()}",
-                f"-DTHREADS={THREADS[kernel]}",
+                f"-DTHREADS={THREADS[file]}",
                 f"-DTOKENS={tokens}",
                 f"-DBANDS={bands}",
                 f"-DKERNEL=w4a16_{kernel}<{arguments}>",
@@ -92,8 +93,10 @@ def bytes_of(tensor):
 
 
 def product(
-    compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None, gated=False
+    compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None, gated=False, norm=()
 ):
+    """`norm`, of w4a16_normed: delta, weight, and {threads, eps} as bytes. Its result is also the
+    sum of x and delta."""
     shape, records = arrange.pack(scheme, tensors)
     kind = cuda.Kind(kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
     (m, k), n, k_tiles = x.shape, shape.n, shape.k_tiles * shape.planes
@@ -103,8 +106,10 @@ def product(
         how = tiles.launch(cut, m, n, k_tiles, kind.record_bytes, gpu)
         tokens, bands, cluster = cut.tokens, cut.bands, cut.splits
         blocks, stages, smem, whole = how.blocks, how.stages, how.smem, how.whole
-    elif kernel == "decode":
+    elif kernel in ("decode", "normed"):
         how = tile.pick_tile(m, n, kind.record_bytes, gpu)
+        if norm:
+            how = tile.pick_normed(m, n, k_tiles, kind.record_bytes, gpu)
         tokens, bands, blocks, stages, smem = (
             how.tokens,
             how.bands,
@@ -121,11 +126,15 @@ def product(
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
     program = compiled(kernel, ",".join(map(str, names)), text)
     sizes = (m, n, x.shape[1], k_tiles, blocks, stages, smem, sms, cluster, whole)
-    numbers = (seed, *sizes, int(gated))
-    given = b"".join(map(bytes_of, (records, x, bias)))
+    numbers = (seed, *sizes, int(gated), int(cut is not None and cut.twins))
+    given = b"".join(map(bytes_of, (records, x, bias, *norm)))
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
-    return torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype).view(m, -1)
+    found = torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype)
+    if not norm:
+        return found.view(m, -1)
+    y, summed = found[: -x.numel()], found[-x.numel() :]
+    return y.view(m, -1), summed.view(m, -1)
 
 
 def layer(n, k, scheme, dtype):
@@ -174,6 +183,10 @@ BATCHES = [
     (100, 1600, W4A16(4, 64, False), BF16, Cut(96, 1, 0, 3), (80,)),
     (600, 328, W4A16(8, -1), FP16, Cut(32, 1, 1), (31,)),  # two planes; k ends within a tile
     (200, 640, W4A16(6, 64, False), BF16, Cut(32, 1, 0, 2), (31,)),
+    (600, 1152, W4A16(4, 128), FP16, Cut(32, 1, 0, 1, True), (31, 40)),  # twins, one without bands
+    (1100, 640, W4A16(4, 64, False), BF16, Cut(32, 2, 1, 1, True), (31,)),
+    (700, 1152, W4A16(4, 128), FP16, Cut(64, 1, 2, 1, True), (67,)),
+    (200, 640, W4A16(8, -1), BF16, Cut(96, 1, 1, 1, True), (80,)),
 ]
 
 

@@ -111,9 +111,16 @@ def decode():
         sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
         yield f"Record<{group}, {zeros}>::kBytes", size
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
+    yield "kMostNormed", norm.MOST_NORMED
+    yield "kNormSums", norm.NORMED_SUMS
+    for m, k_tiles in itertools.product(range(1, norm.MOST_NORMED + 1), (1, 5, 32)):
+        how = tile.pick_normed(m, 6144, k_tiles, 4224, H200)  # one pass
+        stage = f"{how.stages} * DecodeStage<128, 0, 8, {how.bands}>::kBytes"
+        rows = f"kNormSums + {m} * normed_bytes({k_tiles})"
+        yield f"kBarrierBytes + {rows} + {stage} + 4 * kRecordN * 8 * 4", how.smem
 
 
-CUTS = list(tiles.cuts(batch.INSTANCES, batch.COSTS.clusters))
+CUTS = list(tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us))
 
 
 def batches():

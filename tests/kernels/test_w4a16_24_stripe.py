@@ -129,7 +129,7 @@ def product(compiled, scheme, tensors, x, bias, sms, seed, text=None):
     program = compiled("stripe", ",".join(map(str, names)), text)
     blocks = stripes.Stripes(shape.n, shape.k_tiles, bands, sms).blocks
     smem = striped.smem_bytes(tokens, bands, shape.record_bytes)
-    numbers = (seed, m, shape.n, x.shape[1], shape.k_tiles, blocks, 0, smem, sms, 1, 0, 0)
+    numbers = (seed, m, shape.n, x.shape[1], shape.k_tiles, blocks, 0, smem, sms, 1, 0, 0, 0)
     return torch.frombuffer(run(program, numbers, records, x, bias), dtype=x.dtype).view(m, -1)
 
 

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cpp_compiler import needs_compiler
-from emulated_launch import PACKAGE, Emulated, library
+from emulated_launch import PACKAGE, Emulated, engine_norm, library
 from thorough import also, every_third, some
 from torch.nn.functional import pad
 from w4ax_layers import ordered
 
-from billfish.engine.cuda import fused
 from billfish.kernels import norm
 from billfish.models.joined import Joined, joined, norm_input, shared_op, side_by_side
 from billfish.models.linear import QuantLinear
@@ -25,7 +24,6 @@ from billfish.schemes.w4ax.cuda.op import CudaOp
 from billfish.schemes.w4ax.scheme import W4AX
 
 SOURCE = PACKAGE / "schemes" / "w4ax" / "cuda" / "quant.cuh"
-SMALL = PACKAGE / "engine" / "cuda" / "small.cuh"
 FP16, BF16 = torch.float16, torch.bfloat16
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 EVERY = [
@@ -43,18 +41,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rms_norm(tmp_path_factory):
-    """The engine's norm, launched as Fused.norm launches it."""
-    programs = [fused.programs(dtype, "kv16", 64, False)[0] for dtype in (FP16, BF16)]
-    made = library(tmp_path_factory.mktemp("small"), SMALL, programs)
-
-    def run(hidden, delta, weight, eps):
-        name = fused.programs(hidden.dtype, "kv16", 64, False)[0].name
-        out = torch.empty_like(hidden)
-        launcher = SimpleNamespace(_norm=Emulated(made, name))
-        fused.Fused.norm(launcher, hidden, delta, weight, eps, out)
-        return out
-
-    return run
+    return engine_norm(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture
@@ -258,8 +245,9 @@ def test_an_op_takes_a_norm_with_its_input(scheme, op_on_cpu, rms_norm):
     assert joined(module, "q", "k") is None
     for product in (op, gate, Joined(op, None), module.q, side_by_side(module, "q", "k")):
         mine = hidden.clone()
-        assert equal(norm_input(product, mine, delta, weight, EPS), wanted)
-        assert torch.equal(mine, summed)
+        made, total = norm_input(product, mine, delta, weight, EPS)
+        assert equal(made, wanted)
+        assert total is mine and torch.equal(mine, summed)
     assert norm_input(torch.nn.Linear(k, 8), hidden, delta, weight, EPS) is None
 
     before = hidden.clone()

@@ -27,7 +27,9 @@ def test_every_launch_fits(gpu, n, k_tiles):
                 how = pick(m, n, k_tiles, record, gpu)
                 cut = how.cut
                 assert how.m_tiles == math.ceil(m / cut.tokens)
-                assert how.n_tiles == math.ceil(n / cut.outputs)
+                assert how.n_tiles == math.ceil(n / (cut.outputs * (1 + cut.twins)))
+                assert how.cluster == (2 if cut.twins else cut.splits)
+                assert how.blocks % how.cluster == 0
                 # batch.cuh: barriers, stages of x and records on multiples of 1 KB, places to turn
                 stage = math.ceil((cut.tokens * 256 + 2 * cut.bands * record) / 1024) * 1024
                 assert 2 <= how.stages <= 8
@@ -39,18 +41,19 @@ def test_every_launch_fits(gpu, n, k_tiles):
 
 
 def stripes(how, k_tiles):
-    """batch.cuh's Walk: (block, tile, first, count) of every part."""
+    """batch.cuh's Walk: (block, tile, first, count) of every part; twins are one block."""
+    blocks = how.blocks >> how.cut.twins
     tiles = how.m_tiles * how.n_tiles
     units = (tiles - how.whole) * k_tiles
-    each, longer = divmod(units, how.blocks)
-    found = [(i % how.blocks, i, 0, k_tiles) for i in range(how.whole)]
+    each, longer = divmod(units, blocks)
+    found = [(i % blocks, i, 0, k_tiles) for i in range(how.whole)]
     at = how.whole * k_tiles
-    for stripe in range(how.blocks):
+    for stripe in range(blocks):
         left = each + (stripe < longer)
         while left:
             tile, first = divmod(at, k_tiles)
             count = min(k_tiles - first, left)
-            found.append((how.blocks - 1 - stripe, tile, first, count))
+            found.append((blocks - 1 - stripe, tile, first, count))
             at, left = at + count, left - count
     return found
 
@@ -58,7 +61,7 @@ def stripes(how, k_tiles):
 @pytest.mark.parametrize("gpu", [H200, OTHER], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize(("n", "k_tiles"), SIZES[:-1])
 def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_tiles):
-    for cut in tiles.cuts():
+    for cut in tiles.cuts(twins=tiles.INSTANCES):
         for m in (17, 100, 1000):
             how = tiles.launch(cut, m, n, k_tiles, 4224, gpu)
             if how is None:
@@ -132,18 +135,23 @@ def test_between_measured_tokens_the_next_more_counts():
     known = batch.table()["NVIDIA H200", 8192, 64]
     assert batch.pick(40, 8192, 64, 4224, H200).cut == known[64]
     assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(
-        tiles.cuts(batch.INSTANCES, batch.COSTS.clusters)
+        tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us)
     )
 
 
 def test_a_measured_neighbour_does_not_leave_tiles_half_empty():
     """256 + 16 tokens of 8B's gate and up took the tiles of 512: 1.8 times the time."""
-    known = batch.table()[H200.name, 28672, 32]
-    assert known[512].tokens == 256
-    how = batch.pick(272, 28672, 32, 4224, H200)
+    known = batch.table()[H200.name, 37888, 28]
+    assert known[1024].tokens == 256
+    how = batch.pick(520, 37888, 28, 4224, H200)
     assert how.cut.tokens < 256
-    taken = tiles.launch(known[512], 272, 28672, 32, 4224, H200)
-    assert tiles.model_us(how, 32, H200, batch.COSTS) < batch.OVERRULES * tiles.model_us(
-        taken, 32, H200, batch.COSTS
+    taken = tiles.launch(known[1024], 520, 37888, 28, 4224, H200)
+    assert tiles.model_us(how, 28, H200, batch.COSTS) < batch.OVERRULES * tiles.model_us(
+        taken, 28, H200, batch.COSTS
     )
-    assert batch.pick(512, 28672, 32, 4224, H200).cut == known[512]
+    assert batch.pick(1024, 37888, 28, 4224, H200).cut == known[1024]
+
+
+def test_beyond_what_was_measured_its_largest_counts():
+    known = batch.table()[H200.name, 28672, 32]
+    assert batch.pick(9000, 28672, 32, 4224, H200).cut == known[max(known)]

@@ -8,7 +8,7 @@ import pytest
 from billfish.kernels.clusters import BARRIER_BYTES, CLUSTER
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import op as cuda
-from billfish.schemes.w4a16.cuda.tile import pick_tile
+from billfish.schemes.w4a16.cuda.tile import LEAST_STAGES, pick_normed, pick_tile
 
 H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 SMALL = Gpu(0, "a GPU with 100 KB an SM", "sm_120a", 84, 101376, 102400, 48 * 2**20)
@@ -46,8 +46,11 @@ def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
             assert 2 <= tile.stages <= 8 and tile.smem <= gpu.smem_per_block
             share = math.ceil(math.ceil(n / 64) / (tile.blocks // CLUSTER))
             passes = math.ceil(share / tile.bands)
-            # decode.cuh: stages of four records and their slices of x, then sums, twice if needed
-            stage = 4 * record + 4 // tile.bands * tile.tokens * 256
+            # decode.cuh: stages of four records, their slices of x and, where two bands or more
+            # share these, their sums in each group; then sums of results, twice if needed
+            groups = {4224: 1, 4256: 1, 4352: 2, 4416: 2, 4608: 4, 4736: 4}[record]
+            slice_ = tile.tokens * (256 + (4 * groups if tile.bands > 1 else 0))
+            stage = -(-(4 * record + 4 // tile.bands * slice_) // 128) * 128
             sums = 4 * 64 * tile.tokens * 4 * min(passes, 2)
             assert tile.smem == BARRIER_BYTES + tile.stages * stage + sums
 
@@ -70,3 +73,29 @@ def test_an_sm_gets_one_block_of_a_launch_of_one_band_each(n):
             assert (2 * (tile.asked + 1024) > H200.smem_per_sm) == alone
             assert tile.smem <= tile.asked <= H200.smem_per_block
             assert tile.asked + large.asked + 2 * 1024 <= H200.smem_per_sm
+
+
+@pytest.mark.parametrize("gpu", [H200, SMALL, TINY], ids=lambda gpu: f"{gpu.arch}-{gpu.sms}")
+@pytest.mark.parametrize("n", OUTPUTS)
+def test_normed_launches_fit_and_split_as_others(gpu, n):
+    for record in RECORDS:
+        plain = pick_tile(1, n, record, gpu)
+        for k_tiles in (1, 5, 32, 64):
+            fit = [pick_normed(m, n, k_tiles, record, gpu) for m in range(1, 6)]
+            assert fit[4] is None
+            for m, tile in enumerate(fit, 1):
+                if tile is not None:
+                    assert (tile.tokens, tile.bands, tile.blocks) == (8, plain.bands, plain.blocks)
+                    assert LEAST_STAGES <= tile.stages <= plain.stages and tile.blocks >= m
+                    assert plain.stages > tile.stages or tile.smem > plain.smem
+                    assert 2 * (tile.smem + 1024) <= gpu.smem_per_sm
+
+
+def test_which_layers_norm_their_input():
+    """Llama's q/k/v and gate and up, of 8 and of 70 billion parameters; not where little shared
+    memory, or few stages of it, would be left."""
+    for n, k_tiles in ((6144, 32), (28672, 32), (10240, 64), (57344, 64)):
+        assert all(pick_normed(m, n, k_tiles, 4224, H200) for m in (1, 2, 3, 4))
+    assert [bool(pick_normed(m, 65, 64, 4224, H200)) for m in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert pick_normed(1, 6144, 32, 4224, SMALL) is None
+    assert [bool(pick_normed(m, 65, 1, 4224, TINY)) for m in (1, 2, 3, 4)] == [1, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""The model on a Hopper GPU: eight launches a layer, and a CUDA graph for every batch size.
+"""The model on a Hopper GPU: six to eight launches a layer, and a CUDA graph for every batch size.
 
 A step of decodes replays the graph of the next larger batch size, over tables filled for this step;
 so does one of few tokens in all, with prompts among them (rows.py). Others are launched kernel by
@@ -191,7 +191,8 @@ class GpuRunner:
         mixed = torch.empty_like(q)
         for index, layer in enumerate(decoder.layers):
             attention, product = layer.self_attn, decoder.qkv(index)
-            qkv = product(self._normed(product, layer.input_layernorm, hidden, delta, x))
+            given, hidden = self._normed(product, layer.input_layernorm, hidden, delta, x)
+            qkv = product(given)
             q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
             if q_norm is None or k_norm is None:
                 fused.store(index, qkv, positions, slots, q)
@@ -215,7 +216,9 @@ class GpuRunner:
                 continue
             gated = decoder.gated(index)
             product = decoder.gate_up(index) if gated is None else gated
-            y = product(self._normed(product, layer.post_attention_layernorm, hidden, delta, x))
+            norm = layer.post_attention_layernorm
+            given, hidden = self._normed(product, norm, hidden, delta, x)
+            y = product(given)
             if gated is None:
                 both = y
                 y = both.new_empty(count, both.shape[1] // 2)
@@ -227,14 +230,15 @@ class GpuRunner:
 
     def _normed(
         self, product: Product, norm: Any, hidden: Tensor, delta: Tensor | None, x: Tensor
-    ) -> Any:
-        """hidden += delta; its norm as the product's input, in one launch if its op has one."""
+    ) -> tuple[Any, Tensor]:
+        """The norm of hidden + delta as the product's input, by its op if that has a kernel for
+        both; and the sum, which is there when the product is."""
         weight, eps = norm.weight, norm.variance_epsilon
         found = norm_input(product, hidden, delta, weight, eps)
         if found is not None:
             return found
         self.fused.norm(hidden, delta, weight, eps, x)
-        return x
+        return x, hidden
 
     def _capture(self, sizes: list[int]) -> None:
         pool = torch.cuda.graph_pool_handle()

@@ -25,7 +25,7 @@ rms_norm(u16* hidden, const u16* delta, const u16* __restrict__ weight, u16* out
 #if __CUDA_ARCH__ >= 900
     dependency_wait();
 #endif
-    __shared__ float sums[kNormThreads / 32];
+    __shared__ float sums[kNormWarps];
     float sum = sum_over(row.add(hidden, delta, blockIdx.x));
     if (lane == 0) sums[warp] = sum;
     __syncthreads();

@@ -41,10 +41,14 @@ struct Grain {
 // the tensor cores multiply 64 inputs of a band, the weights of the next 64 are decoded.
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
 BILLFISH_DEVICE void multiply_tile(float (&acc)[kBands][kTokens / 2], Slot& slot, int count,
-                                   int stages, BatchPlaces places, int thread) {
+                                   int stages, BatchPlaces places, int thread,
+                                   bool twins = false) {
     using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kBands>;
     using R = Record<kGroup, kAsymmetric>;
     const int team = thread / kTeamThreads, warp = thread / 32 % 4, lane = thread % 32;
+    // From a barrier here to that of block `lane`: twins fetch for each other. Made beforehand, as
+    // with mapa between products ptxas runs these one by one.
+    const u32 there = twins ? in_block(places.base, lane % 2) - places.base : 0;
     u32 a[2][4][4];  // fragments of 64 inputs, two buffers: in flight, and being decoded
     for (int i = 0; i < count; ++i) {
         // The same in all lanes, which ptxas only sees so: else it moves every descriptor to
@@ -81,13 +85,15 @@ BILLFISH_DEVICE void multiply_tile(float (&acc)[kBands][kTokens / 2], Slot& slot
                       x_further(x_at, k64 * kTokens * kXLine + step * 32));
             wgmma_commit();
             wgmma_wait<1>();
-            if (unit == 0 && i > 0 && lane == 0)  // the slot before has been read
-                barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+            if (unit == 0 && i > 0 && lane <= twins)  // the slot before has been read
+                barrier_arrive_in(there +
+                                  places.empty((slot.index == 0 ? stages : slot.index) - 1));
         }
         slot.next(stages);
     }
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(places.empty((slot.index == 0 ? stages : slot.index) - 1));
+    if (lane <= twins)
+        barrier_arrive_in(there + places.empty((slot.index == 0 ? stages : slot.index) - 1));
 }
 
 #endif

@@ -103,6 +103,9 @@ BILLFISH_DEVICE void store_smem_2(u32 address, u32 v) {
 BILLFISH_DEVICE void store_smem_4(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+BILLFISH_DEVICE void store_smem_float(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 BILLFISH_DEVICE void store_smem_8(u32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
@@ -305,6 +308,16 @@ BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int r
         : "memory");
 }
 
+// The same into both blocks of a cluster of two, to the same places; each block's barrier counts
+// the bytes that it gets.
+BILLFISH_DEVICE void copy_tensor_twice(u32 to, const TensorMap& map, int column, int row,
+                                       u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column),
+        "r"(row), "r"(barrier), "h"(static_cast<u16>(3)) : "memory");
+}
+
 // -- thread-block clusters, sm_90
 
 BILLFISH_DEVICE u32 cluster_rank() {
@@ -344,6 +357,12 @@ BILLFISH_DEVICE u32 in_block(u32 address, u32 rank) {
     u32 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
     return v;
+}
+
+// At a barrier of any block of the cluster, an address of in_block or this block's own.
+BILLFISH_DEVICE void barrier_arrive_in(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
 }
 
 // From any block of the cluster, at an address of in_block.

@@ -34,26 +34,32 @@ constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 byte
 // every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
 // and are cut anywhere. Stripes are numbered backwards: a block waits only for sums of the stripes
 // after its own, whose blocks were started before it.
+//
+// Twins are a cluster of two blocks with tiles of neighbouring outputs and the same tokens and
+// inputs, of which each fetches half for both. To Walk they are one block, their tiles one tile.
 struct Walk {
     int k_tiles, whole, tiles;
+    bool twins;
     int part = -1, tile = 0, first = 0, count = 0;
-    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles)
-        : k_tiles(k_tiles), whole(whole), tiles(tiles) {}
+    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles, bool twins = false)
+        : k_tiles(k_tiles), whole(whole), tiles(tiles), twins(twins) {}
+    BILLFISH_DEVICE int all() const { return gridDim.x >> twins; }
+    BILLFISH_DEVICE int own() const { return blockIdx.x >> twins; }
     // The first unit of the stripe `behind` stripes after this block's. The first stripes are one
     // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
-        const int blocks = gridDim.x, which = blocks - 1 - static_cast<int>(blockIdx.x) + behind;
+        const int blocks = all(), which = blocks - 1 - own() + behind;
         const int units = (tiles - whole) * k_tiles, each = units / blocks;
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
     BILLFISH_DEVICE int whole_parts() const {
-        const int blocks = gridDim.x, index = blockIdx.x;
+        const int blocks = all(), index = own();
         return index < whole ? (whole - index + blocks - 1) / blocks : 0;
     }
     BILLFISH_DEVICE bool next() {
         const int of_stripe = ++part - whole_parts();
         if (of_stripe < 0) {
-            tile = blockIdx.x + part * gridDim.x, first = 0, count = k_tiles;
+            tile = own() + part * all(), first = 0, count = k_tiles;
             return true;
         }
         const int begin = stripe(0), end = stripe(1);
@@ -67,8 +73,8 @@ struct Walk {
 // Or, in clusters of `splits` > 1 blocks: an equal share of the inputs of one tile.
 struct ClusterWalk : Walk {
     int splits;
-    BILLFISH_DEVICE ClusterWalk(int k_tiles, int whole, int tiles, int splits)
-        : Walk(k_tiles, whole, tiles), splits(splits) {}
+    BILLFISH_DEVICE ClusterWalk(int k_tiles, int whole, int tiles, int splits, bool twins = false)
+        : Walk(k_tiles, whole, tiles, twins), splits(splits) {}
     BILLFISH_DEVICE bool next() {
         if (splits == 1) return Walk::next();
         tile = blockIdx.x / splits;
@@ -91,6 +97,11 @@ struct TilePlace {
         n_tile = rest / rows, m_tile = strip * kAbreast + rest - n_tile * rows;
     }
 };
+
+// A block's tile of outputs, of twins that of each.
+BILLFISH_DEVICE int own_tile(int n_tile, bool twins) {
+    return twins ? 2 * n_tile + static_cast<int>(blockIdx.x % 2) : n_tile;
+}
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -120,7 +131,8 @@ struct ReadSlot {
 // begins again: codes of more than 4 bits are two planes of nibbles along k.
 template <int kTokens, int kLines = 2, class AnyWalk>
 BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWalk walk, int stages,
-                            int stage_bytes, BatchPlaces places, int x_tiles = 1 << 30) {
+                            int stage_bytes, BatchPlaces places, int x_tiles = 1 << 30,
+                            bool twins = false) {
     Slot slot(1);
 #pragma unroll 1
     while (walk.next()) {
@@ -131,9 +143,17 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
             const int tile = i < x_tiles ? i : i - x_tiles;
             barrier_wait(places.empty(slot.index), slot.parity);
 #pragma unroll
-            for (int line = 0; line < kLines; ++line)  // zeros past the last token and input
+            for (int line = 0; line < kLines; ++line) {  // zeros past the last token and input
+                if (twins) {  // slots are empty when both have read them
+                    if (line == blockIdx.x % 2)
+                        copy_tensor_twice(to + line * kTokens * kXLine, x,
+                                          (tile * kLines + line) * (kXLine / 2), token,
+                                          places.full(slot.index));
+                    continue;
+                }
                 copy_tensor(to + line * kTokens * kXLine, x, (tile * kLines + line) * (kXLine / 2),
                             token, places.full(slot.index));
+            }
             slot.next(stages);
         }
     }
@@ -143,13 +163,15 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
 // stage's barrier expects, those of x included: x is first in a stage, records begin at kRecords.
 template <class Stage, int kBands, class AnyWalk>
 BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
-                                  AnyWalk walk, int stages, BatchPlaces places) {
+                                  AnyWalk walk, int stages, BatchPlaces places,
+                                  bool twins = false) {
     const u64 policy = m_tiles == 1 ? evict_first_policy() : keep_policy();
     Slot slot(1);  // the first round finds every slot empty
 #pragma unroll 1
     while (walk.next()) {
-        const int band = TilePlace(walk.tile, m_tiles, n_tiles).n_tile * kTeams * kBands;
-        const int here = min(kTeams * kBands, bands - band);
+        const int tile = own_tile(TilePlace(walk.tile, m_tiles, n_tiles).n_tile, twins);
+        const int band = tile * kTeams * kBands;
+        const int here = max(0, min(kTeams * kBands, bands - band));  // of a last twin maybe none
         const unsigned char* from =
             records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
 #pragma unroll 1

@@ -22,9 +22,10 @@ namespace billfish {
 
 // `records` is (bands, k tiles) records, `x` maps (m, k) in boxes of 64 inputs x kTokens tokens,
 // `out` is (m, n): m_tiles x n_tiles tiles, of which the first `whole` are not split; or each is
-// split over a cluster of `splits` blocks. The next kernel may start `early` where every SM has a
-// block, or room for one only; else once all is fetched, because its blocks would crowd on the free
-// SMs and then wait for each other (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38).
+// split over a cluster of `splits` blocks; or blocks are `twins`, which n_tiles counts once
+// (tiles.cuh). The next kernel may start `early` where every SM has a block, or room for one only;
+// else once all is fetched, because its blocks would crowd on the free SMs and then wait for each
+// other (8192 x 8192, 64 tokens, whole tiles: 58 us instead of 38).
 // `gated`: of every 16 rows the first 8 are gates and the others their ups (gated.py), and `out` is
 // (m, n / 2).
 template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kBatchThreads, two_fit(kTokens, kBands) ? 2 : 
 w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ TensorMap x,
             const u16* __restrict__ bias, u16* __restrict__ out, float* __restrict__ workspace,
             u32* __restrict__ locks, int m, int n, int m_tiles, int n_tiles, int k_tiles,
-            int x_tiles, int whole, int splits, int stages, bool early, bool gated) {
+            int x_tiles, int whole, int splits, bool twins, int stages, bool early, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kRows = kTeams * kBands * kRecordN;
@@ -44,26 +45,27 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             barrier_init(places.full(i), 1);            // and the bytes of the copies
-            barrier_init(places.empty(i), 4 * kTeams);  // warps that multiply
+            barrier_init(places.empty(i), 4 * kTeams << twins);  // warps that multiply
         }
         barrier_init_fence();
     }
     __syncthreads();
+    if (twins) cluster_arrive(), cluster_wait();  // both have barriers
 
-    ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits);
+    ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits, twins);
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
             copy_records<Stage, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles, n_tiles,
-                                        walk, stages, places);
+                                        walk, stages, places, twins);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places,
-                            x_tiles);
+                            x_tiles, twins);
             if (!early) launch_dependents();  // the first call of a block counts
         }
         __syncwarp();
-        for (int i = 0; splits > 1 && i < 2; ++i) cluster_arrive(), cluster_wait();
+        for (int i = twins; (twins || splits > 1) && i < 2; ++i) cluster_arrive(), cluster_wait();
         return;
     }
     take_registers<two_fit(kTokens, kBands) ? 104 : 232>();
@@ -75,12 +77,13 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     while (walk.next()) {
         float acc[kBands][kTokens / 2] = {};
         multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands>(acc, slot, walk.count, stages,
-                                                               places, thread);
+                                                               places, thread, twins);
         const TilePlace place(walk.tile, m_tiles, n_tiles);
         const int token_0 = place.m_tile * kTokens;
         // From the thread's index again: kept over the main loop it would cost registers and spill.
         const int mine = thread_index() / 32 - 4;
-        const int row_0 = place.n_tile * kRows + mine / 4 * kBands * kRecordN + mine % 4 * 16;
+        const int row_0 = own_tile(place.n_tile, twins) * kRows +
+                          mine / 4 * kBands * kRecordN + mine % 4 * 16;
         const u32 turn = places.ring() + stages * Stage::kBytes + thread / 32 * kTurnBytes;
         if (splits > 1) {
             const ClusterPlace<kBands * kTokens / 2, float> here(places.ring(), thread);
@@ -103,7 +106,8 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             cluster_wait();
             return;
         }
-        MeetingPlace<kBands * kTokens / 2> here(workspace, locks, blockIdx.x, thread);
+        MeetingPlace<kBands * kTokens / 2> here(
+            workspace, locks, walk.own() + (twins ? blockIdx.x % 2 * walk.all() : 0), thread);
         if (walk.first > 0) {
             here.leave(&acc[0][0], lane);
             continue;
@@ -117,6 +121,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             store_results<T, kTokens>(acc[band], bias, out, m, n, token_0,
                                       row_0 + band * kRecordN, gated, turn, lane);
     }
+    if (twins) cluster_arrive(), cluster_wait();  // a block stays until nothing more comes from it
 #endif
 }
 

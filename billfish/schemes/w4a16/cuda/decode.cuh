@@ -5,41 +5,67 @@
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
 //                  previous kernel has ended (PDL), since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended
-//     warps 2-9    consumers: 32 outputs x 128 inputs at a time
+//     warps 2, 3   sums of a stage's activations (summed.cuh), while others multiply
+//     warps 4-11   consumers: 32 outputs x 128 inputs at a time
+//
+// w4a16_normed gets a few tokens before their RMS norm. While weights arrive, warps 4-11 norm the
+// inputs of their block into shared memory, where warp 1 finds them.
 //
 // Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
 
+#include "billfish/norm.cuh"
 #include "billfish/share.cuh"
+#include "billfish/summed.cuh"
+#include "billfish/wgmma.cuh"
 
 namespace billfish {
 
-constexpr int kFirstMathWarp = 2;
+constexpr int kFirstSumWarp = 2, kFirstMathWarp = 4;
+constexpr int kSumWarps = kFirstMathWarp - kFirstSumWarp;
 constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
 
-// One stage of the ring: four records, of one, two or four bands, and x. There is one round of
-// barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1.
+// 16 tokens need 90 registers where 80 would let two blocks on an SM: the four other warps give
+// some of theirs. Only Hopper's code can.
+#if __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kMovesRegisters = true;
+#else
+constexpr bool kMovesRegisters = false;
+#endif
+
+// One stage of the ring: four records, of one, two or four bands, x and its sums. There is one
+// round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
     static constexpr int kSlices = 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = 4 * kRecordBytes;  // byte offset
-    static constexpr int kBytes = kX + kSlices * x_bytes(kTokens);
+    static constexpr int kSums = kX + kSlices * x_bytes(kTokens);
+    // A stage of one band has four slices of x, whose sums would be used twice each: 16 tokens of
+    // 14336 x 4096 took 17.6 us for 14.9. Its math warps make them (record.cuh).
+    static constexpr bool kSummed = kBands > 1;
+    static constexpr int kSumsBytes = kSummed ? sums_bytes<kGroup, kTokens>() : 0;  // of a slice
+    static constexpr int kBytes = (kSums + kSlices * kSumsBytes + 127) / 128 * 128;
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
-// Shared memory: [barriers, 256 B][stages][partial sums, two buffers]. tile.py counts the same.
+// Shared memory: [barriers, 256 B][stages][partial sums, two buffers]; where x is normed, sums of
+// its squares and its rows come before the stages. tile.py counts the same.
 constexpr int kBarrierBytes = 256;
 
-// `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
-// last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
-// the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
-__global__ void __launch_bounds__(kDecodeThreads, 2)
-w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
-             const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
-             int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
+
+// Of a normed token: the inputs of a block, of the one that has more.
+constexpr BILLFISH_DEVICE int normed_bytes(int k_tiles) {
+    return (k_tiles + 1) / kCluster * kRecordK * 2;
+}
+
+// Both kernels. `x` is (m, x_k) or, kNormed, the norm of `given`.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, bool kNormed>
+BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
+                            const Residual& given, const u16* __restrict__ bias,
+                            u16* __restrict__ out, int m, int n, int x_k, int k_tiles, int stages,
+                            bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
     using Me = Worker<kBands * 2, kFirstMathWarp>;
@@ -47,15 +73,17 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    const u32 full = base, empty = base + 64, reduced = base + 128;
-    const u32 ring = base + kBarrierBytes;
+    const u32 full = base, empty = base + 64, summed = base + 128, reduced = base + 192;
+    const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
+    const u32 ring = kNormed ? normed + m * normed_bytes(k_tiles) : base + kBarrierBytes;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
-            barrier_init(empty + 8 * i, kMathWarps);
+            barrier_init(empty + 8 * i, kMathWarps + Stage::kSummed * kSumWarps);
+            barrier_init(summed + 8 * i, kSumWarps);
         }
         barrier_init(reduced, 1);
         barrier_init(reduced + 8, 1);
@@ -65,6 +93,9 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
     cluster_arrive();
 
     if (warp < kFirstMathWarp) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+        if constexpr (kTokens == 16) give_registers<32>();
+#endif
         const Share share(n, k_tiles);
         const int passes = share.passes(kBands), span = share.span;
         Slot slot;
@@ -97,17 +128,47 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 }
                 if (passes == 0) linger(share.most_bands * span);
             }
+        } else if (warp >= kFirstSumWarp) {
+            constexpr int kItems = kSlices * kBlocks;  // of 8 tokens of a slice
+            dependency_wait();
+            int rounds = Stage::kSummed ? passes * ((span + kSlices - 1) / kSlices) : 0;
+            for (; rounds > 0; --rounds) {
+                const u32 stage = ring + slot.index * Stage::kBytes;
+                barrier_wait(full + 8 * slot.index, slot.parity);
+#pragma unroll 2
+                for (int item = 0; item < kItems; item += kSumWarps) {
+                    const int mine = item + warp - kFirstSumWarp;
+                    if (kItems % kSumWarps && mine >= kItems) break;
+                    const int sub = mine / kBlocks;
+                    sum_tokens<T, kGroup, kTokens>(
+                        stage + Stage::kX + sub * x_bytes(kTokens),
+                        stage + Stage::kSums + sub * Stage::kSumsBytes, mine % kBlocks, lane);
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(summed + 8 * slot.index);
+                    barrier_arrive(empty + 8 * slot.index);
+                }
+                slot.advance(stages);
+            }
         } else {
             // Lanes 0-15 copy even tokens, 16-31 odd ones: a slice is one addition, one XOR and one
             // copy for every two tokens. An odd m copies one row twice.
             const int chunk = lane % 16, x_tiles = (x_k + kRecordK - 1) / kRecordK;
             const u32 to = ring + Stage::kX + x_smem_offset<kTokens>(lane / 16, chunk);
-            int from[kTokens / 2];
+            constexpr int kPairs = (kNormed ? kMostNormed : kTokens) / 2;
+            int from[kPairs];
 #pragma unroll
-            for (int pair = 0; pair < kTokens / 2; ++pair)
-                from[pair] = min(2 * pair + lane / 16, m - 1) * x_k + chunk * 8;
+            for (int pair = 0; pair < kPairs; ++pair) {
+                const int token = min(2 * pair + lane / 16, m - 1);
+                from[pair] = kNormed ? normed + token * normed_bytes(k_tiles) + chunk * 16
+                                     : token * x_k + chunk * 8;
+            }
             slot.parity = 1;
-            dependency_wait();
+            if (kNormed)
+                sync_some<2, 32 * (1 + kMathWarps)>();
+            else
+                dependency_wait();
             for (int pass = 0; pass < passes; ++pass) {
                 for (int slice = 0; slice < span; slice += kSlices) {
                     barrier_wait(empty + 8 * slot.index, slot.parity);
@@ -116,15 +177,22 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                         const int tile = share.k_begin + slice + sub;
                         const int column = (tile >= x_tiles ? tile - x_tiles : tile) * kRecordK;
                         const u32 bytes = column + chunk * 8 < x_k ? 16 : 0;
+                        const int own = min(slice + sub, span - 1) * kRecordK * 2;
                         const u32 here = to + slot.index * Stage::kBytes + sub * x_bytes(kTokens);
 #pragma unroll
-                        for (int pair = 0; pair < kTokens / 2; ++pair) {
-                            if (2 * pair < m)
-                                copy_async_16((here ^ pair % 4 * 32) + pair * 2 * kXLine,
-                                              x + (from[pair] + column), bytes);
+                        for (int pair = 0; pair < kPairs; ++pair) {
+                            if (2 * pair >= m) continue;
+                            const u32 there = (here ^ pair % 4 * 32) + pair * 2 * kXLine;
+                            if constexpr (kNormed)
+                                store_smem_bits_16(there, load_smem_16(from[pair] + own));
+                            else
+                                copy_async_16(there, x + (from[pair] + column), bytes);
                         }
                     }
-                    barrier_arrive_after_copies(full + 8 * slot.index);
+                    if constexpr (kNormed)
+                        barrier_arrive(full + 8 * slot.index);
+                    else
+                        barrier_arrive_after_copies(full + 8 * slot.index);
                     slot.advance(stages);
                 }
             }
@@ -134,6 +202,18 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         return;
     }
 
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (kTokens == 16) take_registers<104>();
+#endif
+    if constexpr (kNormed) {
+        constexpr int kOwn = kNormThreads / kCluster / (32 * kMathWarps);
+        const Share share(n, k_tiles);
+        norm_rows<T, kMathWarps, kOwn>(given, threadIdx.x - 32 * kFirstMathWarp, m, x_k,
+                                       share.k_begin * (kRecordK / 8), share.span * (kRecordK / 8),
+                                       squares, normed, normed_bytes(k_tiles),
+                                       [] { sync_some<1, 32 * kMathWarps>(); });
+        sync_some<2, 32 * (1 + kMathWarps)>();  // warp 1 waits for it
+    }
     LanePlaces<kTokens> places;
     {
         const Me me;
@@ -141,9 +221,10 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
             ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
             ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
     }
+    u32 sums = ring + Stage::kSums + Me().sub * Stage::kSumsBytes;
     Slot slot;
     cluster_wait();     // the other block's barriers must exist before the first remote store
-    dependency_wait();  // rather than polling a barrier until x arrives
+    if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
     for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
         float acc[2][kBlocks][4] = {};
         int rounds, mine;  // stages, and those in which this warp has work
@@ -161,11 +242,16 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
                 barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
             };
             barrier_wait(full + 8 * slot.index, slot.parity);
-            if (mine > 0)
+            if (mine > 0 && !Stage::kSummed)
                 multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
+            else if (mine > 0)
+                multiply_summed<T, S, kGroup, kAsymmetric, kTokens>(
+                    places, sums, acc,
+                    [&] { barrier_wait(summed + 8 * slot.index, slot.parity); }, release);
             else
                 release(0);
-            places.move(slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes);
+            const int by = slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes;
+            places.move(by), sums += by;
         }
 
         // With two buffers a block can be one pass ahead: all its warps have read a buffer before
@@ -188,6 +274,37 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
         Exchange::template store<T, 8>(buffer, bias, out, me, m, n, first, rows, gated);
         if (pass + 1 < passes) sync_some<1, 32 * kMathWarps>();
     }
+}
+
+#endif
+
+// `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
+// last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
+// the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+__global__ void __launch_bounds__(kDecodeThreads, kTokens <= 8 || kMovesRegisters ? 2 : 1)
+w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
+             const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
+             int k_tiles, int stages, bool gated) {
+#if __CUDA_ARCH__ >= 900
+    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, false>(records, x, Residual{}, bias, out, m,
+                                                              n, x_k, k_tiles, stages, gated);
+#endif
+}
+
+// The same of x = the RMS norm of hidden (m, k) + delta, unless that is null, with the bits of
+// rms_norm (engine/cuda/small.cuh); `summed` gets the sum. One plane, k a multiple of 8 up to 8192,
+// `threads` of kernels/norm.py, m up to kMostNormed, and as many blocks.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+__global__ void __launch_bounds__(kDecodeThreads, 2)
+w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const u16* delta,
+             const u16* weight, u16* summed, int threads, float eps,
+             const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int k, int k_tiles,
+             int stages, bool gated) {
+#if __CUDA_ARCH__ >= 900
+    const Residual given{hidden, delta, weight, summed, threads, eps};
+    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, true>(records, nullptr, given, bias, out, m,
+                                                             n, k, k_tiles, stages, gated);
 #endif
 }
 

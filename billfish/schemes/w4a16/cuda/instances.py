@@ -52,6 +52,12 @@ def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kerne
 
 
 @functools.cache
+def normed_kernel(kind: Kind, dtype: torch.dtype, bands: int) -> Kernel:
+    """Of up to 8 tokens, as few_kernel, that are normed first."""
+    return _kernel("decode", kind, dtype, 8, bands, name="normed")
+
+
+@functools.cache
 def batch_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
     return _kernel("batch", kind, dtype, tokens, bands)
 
@@ -61,16 +67,24 @@ def panel_kernel(kind: Kind, dtype: torch.dtype) -> Kernel:
     return _kernel("panel", kind, dtype, kind.planes)
 
 
-def _kernel(name: str, kind: Kind, dtype: torch.dtype, *numbers: int) -> Kernel:
-    types = [TYPES[dtype]] if name == "batch" else [TYPES[dtype], TYPES[kind.scale_dtype]]
+def _kernel(
+    file: str, kind: Kind, dtype: torch.dtype, *numbers: int, name: str | None = None
+) -> Kernel:
+    types = [TYPES[dtype]] if file == "batch" else [TYPES[dtype], TYPES[kind.scale_dtype]]
     arguments = ", ".join(map(str, (*types, kind.group, str(kind.zeros).lower(), *numbers)))
-    return Kernel(Program(HERE / f"{name}.cuh", f"billfish::w4a16_{name}<{arguments}>"))
+    return Kernel(Program(HERE / f"{file}.cuh", f"billfish::w4a16_{name or file}<{arguments}>"))
 
 
 def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
     """w4a16_batch decodes weights to x's dtype, which must be that of the scales: else they would
     be rounded twice."""
     return kind.scale_dtype == dtype and kind.kernel == "decode" and arch == BATCH_ARCH
+
+
+def runs_norms(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
+    """w4a16_normed runs where the engine's runner does, which alone asks for it. Of two planes each
+    CTA would norm all of a row, not half."""
+    return kind.planes == 1 and runs_batches(kind, dtype, arch)
 
 
 def runs_experts(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
@@ -104,6 +118,8 @@ def programs(
     else:
         tokens = stripe_tokens(kind, dtype)
         kernels = [few_kernel(kind, dtype, t, striped.BANDS[t]) for t in tokens]
+    if runs_norms(kind, dtype, arch):
+        kernels += [normed_kernel(kind, dtype, bands) for bands in (1, 2, 4)]
     if runs_batches(kind, dtype, arch):
         kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

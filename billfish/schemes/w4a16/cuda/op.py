@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from billfish.kernels import norm
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.schemes.base import LinearOp, Tensors, together, watched
@@ -31,7 +32,8 @@ from billfish.schemes.w4a16.cuda.instances import (
     runs_batches,
     runs_experts,
 )
-from billfish.schemes.w4a16.cuda.plan import linear, operator, plan
+from billfish.schemes.w4a16.cuda.normed import Normed
+from billfish.schemes.w4a16.cuda.plan import linear, normed_linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
 
 
@@ -92,11 +94,31 @@ class CudaOp(GpuOp):
         self.inner = replace(self.scheme, has_g_idx=False, group_size=size)
         return self.inner.pack(codes[:, self.order], scales, self.scheme.zeros(tensors))
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+    def norm_input(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Normed, Tensor] | None:
+        shape = self.shape
+        if self.batch_invariant or self.order is not None or watched(hidden):
+            return None
+        if not norm.takes(hidden, delta, weight) or hidden.device != self.device:
+            return None
+        if (hidden.shape[1], hidden.dtype) != (shape.k, shape.scale_dtype):
+            return None
+        found = plan(hidden.get_device(), shape.n, shape.k, self.kind, hidden.dtype)
+        if len(hidden) not in found.normed:
+            return None
+        summed = hidden if delta is None else torch.empty_like(hidden)
+        return Normed(hidden, delta, weight, eps, summed), summed
+
+    def __call__(
+        self, x: Tensor | Normed, bias: Tensor | None = None, gated: bool = False
+    ) -> Tensor:
+        shape = self.shape
+        if isinstance(x, Normed):
+            return normed_linear(x, self.records, bias, shape.n, shape.k, self.kind, gated)
         if self.order is not None:
             x = x[..., self.order]
         call = operator if watched(x) else linear
-        shape = self.shape
         y: Tensor = call(
             x, self.records, bias, shape.n, shape.k, self.kind, self.batch_invariant, gated
         )

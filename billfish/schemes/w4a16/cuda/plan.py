@@ -17,7 +17,7 @@ from billfish.errors import UserError
 from billfish.kernels import clusters, striped, tensor_map, tiles, workspace
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
-from billfish.schemes.w4a16.cuda import arrange, batch, tile
+from billfish.schemes.w4a16.cuda import arrange, batch, normed, tile
 from billfish.schemes.w4a16.cuda.gated import apart
 from billfish.schemes.w4a16.cuda.instances import (
     KINDS,
@@ -54,6 +54,7 @@ class Plan:
         else:
             self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
         self.most = max(self.few)
+        self.normed = normed.launches(index, n, k, kind, dtype)
         self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], tiles.Launch]()
         self.paths: dict[tuple[int, bool, bool], Path] = {}
         self.batches: dict[tuple[int, int], Loaded] = {}
@@ -97,12 +98,13 @@ class Plan:
             self.k_tiles // self.kind.planes,
             how.whole,
             cut.splits,
+            cut.twins,
             how.stages,
             how.early,
             gated,
         )
         kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, tiles.THREADS, arguments, how.asked, cut.splits, True)
+        kernel.launch(how.blocks, tiles.THREADS, arguments, how.asked, how.cluster, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
@@ -263,6 +265,18 @@ def linear(
             bias = bias.to(x.device, dtype).contiguous()
         path = plan(x.get_device(), n, k, kind, dtype).path(m, invariant, gated)
         path(x, records, bias, out)
+    return out
+
+
+def normed_linear(
+    x: normed.Normed, records: Tensor, bias: Tensor | None, n: int, k: int, kind: int, gated: bool
+) -> Tensor:
+    """`linear` of (m, k) that the product norms itself."""
+    m, dtype = len(x.hidden), x.hidden.dtype
+    out = x.hidden.new_empty(m, n // 2 if gated else n)
+    if bias is not None:
+        bias = bias.to(out.device, dtype).contiguous()
+    plan(out.get_device(), n, k, kind, dtype).normed[m](x, records, bias, out, gated)
     return out
 
 

@@ -1,15 +1,32 @@
 """Tile configuration of w4a16_decode: a pure function of sizes, tested without a GPU."""
 
 from billfish.formats.layout import BRICK_K
-from billfish.kernels.clusters import STAGE_RECORDS, Tile, pick
+from billfish.kernels import norm
+from billfish.kernels.clusters import CLUSTER, STAGE_RECORDS, Tile, pick
 from billfish.kernels.device import Gpu
 
-THREADS = 320  # two producer warps, eight that multiply
+THREADS = 384  # two producer warps, two that sum x, eight that multiply
 BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
+GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
+WORD_BYTES = 4096
+LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
 
 
-def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu) -> Tile:
+def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> Tile:
+    groups = -(-(record_bytes - WORD_BYTES) // GROUP_BYTES)
+
     def stage(tokens: int, bands: int) -> int:
-        return STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * BRICK_K * 2
+        sums = groups * 4 if bands > 1 else 0
+        x = STAGE_RECORDS // bands * tokens * (BRICK_K * 2 + sums)
+        return -(-(STAGE_RECORDS * record_bytes + x) // 128) * 128
 
-    return pick(m, n, gpu, stage, BUFFERS)
+    return pick(m, n, gpu, stage, BUFFERS, besides)
+
+
+def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Tile | None:
+    """Of w4a16_normed, with the bands of pick_tile and so its order of sums. None where the norm
+    does not fit: two CTAs an SM, and each row of the sum stored by a CTA of its own."""
+    rows = norm.NORMED_SUMS + m * -(-k_tiles // CLUSTER) * BRICK_K * 2
+    how = pick_tile(m, n, record_bytes, gpu, rows)
+    fits = how.smem <= gpu.half and how.stages >= LEAST_STAGES and how.blocks >= m
+    return how if m <= norm.MOST_NORMED and fits else None

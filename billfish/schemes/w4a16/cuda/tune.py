@@ -24,8 +24,8 @@ HOPELESS = 2.0  # times the shortest time that the cost model expects
 SCHEME, DTYPE = W4A16(4, 128), torch.float16
 TABLE = batch.TABLE
 MEASURED = (
-    "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes, splits], us of the "
-    "fastest"
+    "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes, splits, twins], us of "
+    "the fastest"
 )
 
 
@@ -42,7 +42,7 @@ def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> 
     """Configurations that fit and are not hopeless by the cost model, the most promising first."""
     fit = (
         tiles.launch(cut, m, n, k_tiles, record_bytes, card)
-        for cut in tiles.cuts(batch.INSTANCES, batch.COSTS.clusters)
+        for cut in tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us)
     )
     found = sorted(
         (tiles.model_us(how, k_tiles, card, batch.COSTS), i, how)
@@ -71,7 +71,7 @@ def search_layer(
         timings = []
         for how in worth_trying(m, n, how_it_runs.k_tiles, how_it_runs.kind.record_bytes, found):
             cut = how.cut
-            numbers = [cut.tokens, cut.bands, cut.stripes, cut.splits]
+            numbers = [cut.tokens, cut.bands, cut.stripes, cut.splits, cut.twins]
             say(f"{k} x {n}, m = {m}: {numbers}")
             how_it_runs.cuts[m, False] = how
             timing = card.time([partial(op, x) for op in ops], launches, "pdl")

@@ -80,10 +80,11 @@ class CudaOp(GpuOp):
 
     def norm_input(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> Rounded | None:
+    ) -> tuple[Rounded, Tensor] | None:
         if watched(hidden) or hidden.shape[-1] != self.packed.shape.k:
             return None
-        return normalized(hidden, delta, weight, eps, self.packed.inputs)
+        made = normalized(hidden, delta, weight, eps, self.packed.inputs)
+        return made and (made, hidden)
 
     def __call__(
         self, x: Tensor | Rounded, bias: Tensor | None = None, gated: bool = False

@@ -106,14 +106,7 @@ def normalized(
 ) -> Rounded | None:
     """RMS norm of hidden (m, k) += delta, rounded; None where the kernel does not take them, and
     then nothing has changed."""
-    given = [each for each in (hidden, delta, weight) if each is not None]
-    if hidden.dtype not in TYPES or hidden.dim() != 2 or norm.refuses(hidden.shape[1]):
-        return None
-    if any(each.dtype != hidden.dtype or each.device != hidden.device for each in given):
-        return None
-    if any(not each.is_contiguous() or each.data_ptr() % 16 for each in given):
-        return None
-    if len(hidden) == 0 or (delta is not None and delta.shape != hidden.shape):
+    if hidden.dtype not in TYPES or not norm.takes(hidden, delta, weight):
         return None
     made = rounding(hidden.get_device(), hidden.dtype, hidden.shape[1], inputs is not None)
     both = made.normalize(hidden, delta, weight, eps, inputs)

@@ -67,9 +67,7 @@ class StripeOp(CudaOp):
             return x
         return rounded(x, self.order, self.packed.shape, self.mix, self.device)
 
-    def norm_input(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> Rounded | None:
+    def norm_input(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> None:
         return None
 
     def __call__(

@@ -51,6 +51,7 @@ inline void store_smem_2(u32 to, u32 v) {
 }
 inline void store_smem_4(u32 to, u32 v) { write(smem_at(to, 4), &v, 4); }
 inline void add_smem_4(u32 to, u32 v) { store_smem_4(to, read<u32>(to) + v); }
+inline void store_smem_float(u32 to, float v) { write(smem_at(to, 4), &v, 4); }
 inline void store_smem_8(u32 to, float a, float b) {
     const float v[2] = {a, b};
     write(smem_at(to, 8), v, 8);
@@ -122,6 +123,13 @@ inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 b
     demand(to % 1024 == 0, "tensor copy");
     begin_tensor(to, map.first, map.rows, map.columns, map.box, column, row, barrier_at(barrier));
 }
+
+inline void copy_tensor_twice(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    for (u32 rank = 0; rank < 2; ++rank)
+        begin_tensor(in_block(to, rank), map.first, map.rows, map.columns, map.box, column, row,
+                     barrier_at(in_block(barrier, rank)));
+}
+inline void barrier_arrive_in(u32 b) { barrier_at(b).arrive(); }
 
 inline u32 cluster_rank() { return blockIdx.x % cluster_size; }
 inline u32 cluster_index() { return blockIdx.x / cluster_size; }
