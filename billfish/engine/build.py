@@ -123,6 +123,7 @@ def build(source: Source, told: Settings) -> Engine:
             # A row's last bits differ from FlashAttention's. In a quantized cache that flips codes,
             # and texts change with the batch.
             by_rows=not told.batch_invariant and told.kv == "kv16",
+            budget=budget,
         )
     else:
         if isinstance(cache, Kv4):

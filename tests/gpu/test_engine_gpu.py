@@ -167,6 +167,34 @@ def test_prompts_by_rows(name, monkeypatch):
     assert same >= 4
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv", POOLS)
+@torch.inference_mode()
+def test_segments_change_nothing(name, kv):
+    """A decode and two chunks: graphs between attention, and the same launches one by one."""
+    sequences = [
+        Sequence(str(i), TEXT[:count], count + 1, pages=pages)
+        for i, (count, pages) in enumerate(((40, [1]), (130, [2, 3, 4]), (200, [5, 6, 7, 8])))
+    ]
+    with llm_of(model_of(name, packed=True), kv=kv) as llm:
+        runner = llm.engine.runner
+        graphs = runner.segments
+        for more in (27, 20):  # as many tokens as a size has, and fewer
+            given = ((39, 1), (0, 100), (64, more))
+            pieces = [
+                Piece(sequence, start, count, False)
+                for sequence, (start, count) in zip(sequences, given, strict=True)
+            ]
+            found = []
+            for runner.segments in (graphs, None, graphs):
+                runner.pool.records.zero_()
+                found.append(runner.hidden(pieces).clone())
+            assert torch.equal(found[0], found[2])
+            if more == 27:
+                assert torch.equal(found[0], found[1])
+            torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=0.05)
+
+
 @pytest.mark.parametrize("kv", POOLS)
 def test_few_pages_change_no_text(kv):
     """Preempted and computed anew, among others: the words stay. Prompts are read in chunks of any
@@ -341,7 +369,7 @@ def test_a_layer_of_a_decode_is_eight_launches():
     with llm_of(model) as llm:
         runner = llm.engine.runner
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            runner._step(4)
+            runner._step(4)  # one and two rows: test_w4a16_normed_gpu.py
             torch.cuda.synchronize()
     kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     names = [event.name for event in kernels if "Memcpy" not in event.name]

@@ -1,14 +1,15 @@
 """The model on a Hopper GPU: six to eight launches a layer, and a CUDA graph for every batch size.
 
 A step of decodes replays the graph of the next larger batch size, over tables filled for this step;
-so does one of few tokens in all, with prompts among them (rows.py). Others are launched kernel by
-kernel; attention of their prefill chunks is FlashAttention over K and V gathered from the pages. No
+so does one of few tokens in all, with prompts among them (rows.py). Of others, attention of prefill
+chunks is FlashAttention over K and V gathered from the pages, launched layer by layer; all between
+are graphs up to some number of tokens (segments.py), and beyond it launched kernel by kernel. No
 call waits for the GPU: the host prepares a step while the one before it runs.
 """
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -22,6 +23,7 @@ from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.cuda.rows import MOST_ROWS, as_rows, rules_of_rows
+from billfish.engine.cuda.segments import Attend, Segments, Space, sizes
 from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
 from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules, last_rows
@@ -30,8 +32,6 @@ from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder, Shape
 from billfish.models.joined import Product, norm_input
-
-Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, out
 
 
 def refuses(decoder: Decoder, kv: str) -> str | None:
@@ -84,6 +84,7 @@ class GpuRunner:
         graphs: bool = True,
         invariant: bool = False,  # batch invariant: a row's bits do not depend on the others
         by_rows: bool = True,  # prompts of small steps as decodes: other last bits than in large
+        budget: int = 0,  # tokens of a step with prompts, at most; those get graphs, too
     ) -> None:
         self.decoder, self.pool, self.shape = decoder, pool, decoder.shape
         self.by_rows = by_rows and graphs
@@ -104,8 +105,11 @@ class GpuRunner:
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
         self._step(most_rows)  # loads every kernel: none can be loaded in a capture
+        self.segments: Segments | None = None
         if graphs:
             self._capture(buckets(most_rows))
+            if budget:
+                self._capture_segments(sizes(budget))
 
     @torch.inference_mode()
     def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
@@ -155,7 +159,6 @@ class GpuRunner:
             np.concatenate((done, *more))
             for done, more in zip(tables, ([np.array(tokens)], positions, slots), strict=True)
         ]
-        flat = self._upload(np.stack(columns))
         prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, self._upload)
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
@@ -164,6 +167,10 @@ class GpuRunner:
             if chunks:
                 out[single:] = prefill(layer, q[single:])
 
+        stacked, segments = np.stack(columns), self.segments
+        if segments is not None and segments.size(stacked.shape[1]) is not None:
+            return segments.run(self._upload, stacked, attend)
+        flat = self._upload(stacked)
         return self._forward(flat[0], flat[1], flat[2], attend)
 
     def _upload(self, numbers: NDArray[Any]) -> Tensor:
@@ -182,33 +189,45 @@ class GpuRunner:
         return logits
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
-        decoder, shape, fused = self.decoder, self.shape, self.fused
+        space = self.space(len(tokens))
+        for layer in self.between(tokens, positions, slots, space):
+            attend(layer, space.q, space.mixed)
+        return space.x
+
+    def space(self, rows: int) -> Space:
+        table, shape = self.decoder.embed.weight, self.shape
+        q = table.new_empty(rows, shape.heads, shape.head_dim)
+        return Space(q, torch.empty_like(q), table.new_empty(rows, table.shape[1]))
+
+    def between(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, space: Space
+    ) -> Iterator[int]:
+        """Everything but attention: yields each layer when its attention is to be computed, from
+        space.q into space.mixed. In the end space.x has the normed hidden states."""
+        decoder, fused, x = self.decoder, self.fused, space.x
         table, count, delta = decoder.embed.weight, len(tokens), None
-        hidden = table.new_empty(count, table.shape[1])
+        hidden = torch.empty_like(x)
         fused.embed(tokens, self.found, table, hidden)
-        x = torch.empty_like(hidden)
-        q = hidden.new_empty(count, shape.heads, shape.head_dim)
-        mixed = torch.empty_like(q)
         for index, layer in enumerate(decoder.layers):
             attention, product = layer.self_attn, decoder.qkv(index)
             given, hidden = self._normed(product, layer.input_layernorm, hidden, delta, x)
             qkv = product(given)
             q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
             if q_norm is None or k_norm is None:
-                fused.store(index, qkv, positions, slots, q)
+                fused.store(index, qkv, positions, slots, space.q)
             else:  # Qwen3
                 fused.store(
                     index,
                     qkv,
                     positions,
                     slots,
-                    q,
+                    space.q,
                     q_norm.weight,
                     k_norm.weight,
                     q_norm.variance_epsilon,
                 )
-            attend(index, q, mixed)
-            delta = attention.o_proj(mixed.flatten(1))
+            yield index
+            delta = attention.o_proj(space.mixed.flatten(1))
             if index in decoder.mixtures:
                 norm = layer.post_attention_layernorm
                 fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
@@ -226,7 +245,6 @@ class GpuRunner:
             delta = layer.mlp.down_proj(y)
         norm = decoder.norm
         fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
-        return x
 
     def _normed(
         self, product: Product, norm: Any, hidden: Tensor, delta: Tensor | None, x: Tensor
@@ -248,6 +266,12 @@ class GpuRunner:
             with torch.cuda.graph(graph, pool=pool):
                 logits = self._step(rows)
             self.graphs[rows] = graph, logits
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def _capture_segments(self, numbers: Many[int]) -> None:
+        _say(f"CUDA graphs of up to {max(numbers)} tokens with prompts")
+        self.segments = Segments(self.between, self.space(max(numbers)), numbers)
         torch.cuda.synchronize()
 
 

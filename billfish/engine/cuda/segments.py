@@ -1,0 +1,94 @@
+"""Steps with prompts, as CUDA graphs of all that lies between attention and attention.
+
+    [embedding, norm, q k v, store] attention [o, norm, gate up, down, norm, q k v, store] ...
+
+Launches of prompts' attention depend on their lengths; all others depend on the number of tokens,
+and a step is padded to the next size that has graphs. Launched kernel by kernel a step takes 5 to
+11 ms of the host (LOG 2026-11-18), the GPU for few tokens less than half of that. Beyond MOST
+tokens it is the GPU that takes longer.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MOST = 1024
+PADDING = 0, 0, -1  # token, position, slot
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where attention's inputs and results are, a row a token."""
+
+    q: Tensor  # (rows, heads, head_dim)
+    mixed: Tensor  # the same
+    x: Tensor  # (rows, hidden)
+
+    def first(self, rows: int) -> "Space":
+        return Space(self.q[:rows], self.mixed[:rows], self.x[:rows])
+
+
+Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, out
+Between = Callable[[Tensor, Tensor, Tensor, Space], Iterator[int]]
+
+
+def sizes(most: int) -> list[int]:
+    """Of steps of up to `most` tokens, the largest first."""
+    steps = (*range(32, 257, 32), *range(320, MOST + 1, 64))
+    most = min(most, MOST)
+    return sorted({size for size in steps if size < most} | {most}, reverse=True)
+
+
+class Segments:
+    """The graphs of each size; all share their inputs and results."""
+
+    def __init__(self, between: Between, space: Space, numbers: Many[int]) -> None:
+        """`space` for the largest of `numbers`."""
+        self.space = space
+        space.mixed.zero_()  # padding rows are multiplied as well
+        padding = torch.tensor(PADDING, dtype=torch.int32, device=space.x.device)
+        self.columns = padding[:, None].repeat(1, max(numbers))
+        self.graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for rows in numbers:
+            given = (*self.columns[:, :rows], space.first(rows))
+            for _ in between(*given):  # loads kernels: none can be loaded in a capture
+                pass
+            parts, found = between(*given), list[torch.cuda.CUDAGraph]()
+            layer: int | None = 0
+            while layer is not None:
+                found.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(found[-1], pool=pool):
+                    layer = next(parts, None)
+            self.graphs[rows] = found
+
+    def size(self, count: int) -> int | None:
+        """The next size with graphs."""
+        return min((rows for rows in self.graphs if rows >= count), default=None)
+
+    def run(
+        self,
+        upload: Callable[[NDArray[np.int32]], Tensor],
+        columns: NDArray[np.int32],
+        attend: Attend,
+    ) -> Tensor:
+        """Hidden states of tokens, given by their `columns`: token, position and slot."""
+        count = columns.shape[1]
+        rows = self.size(count)
+        assert rows is not None
+        padded = np.empty((3, rows), np.int32)
+        padded[:, :count] = columns
+        padded[:, count:] = np.array(PADDING)[:, None]
+        self.columns[:, :rows].copy_(upload(padded))
+        given = self.space.first(count)
+        first, *others = self.graphs[rows]
+        first.replay()
+        for layer, graph in enumerate(others):
+            attend(layer, given.q, given.mixed)
+            graph.replay()
+        return given.x
