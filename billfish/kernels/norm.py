@@ -8,7 +8,7 @@ CHUNK = 8  # numbers in 16 bytes
 THREADS, CHUNKS = 1024, 2
 MOST_WIDTH = THREADS * CHUNKS * CHUNK
 # Where a product's own blocks norm its input (norm_rows): tokens, inputs, bytes for sums.
-MOST_NORMED, NORMED_WIDTH, NORMED_SUMS = 4, THREADS * CHUNK, 512
+MOST_NORMED, NORMED_WIDTH, NORMED_SUMS = 2, THREADS * CHUNK, 256
 
 
 def refuses(width: int) -> bool:

@@ -74,7 +74,7 @@ def test_bits_are_those_of_norm_and_product(case, compiled, rms_norm):  # noqa: 
     bias = None if gated else bias
     if gated:
         tensors = interleaved(scheme, [tensors])
-    for m in (1, 2, 3) if k == 8192 else (1, 2, 3, 4):  # all that fit
+    for m in (1, 2):
         hidden, more, weight = inputs(m, k, dtype)
         for delta in (None, more):
             summed = hidden.clone()
@@ -177,7 +177,7 @@ def test_what_is_launched(dtype, given):
         (Joined(joined, bias), joined, 192),
         (gated, gated.whole, 96),
     ):
-        for m in (1, 4):
+        for m in (1, 2):
             hidden, more, weight = inputs(m, k, dtype)
             before = hidden.clone()
             for delta in (None, more):
@@ -221,7 +221,7 @@ def test_what_is_normed_apart(given):
         (hidden, delta[:1], weight),
         (hidden[:, :128].contiguous(), delta[:, :128].contiguous(), weight[:128]),
         (hidden[:0], delta[:0], weight),
-        (*inputs(5, k, FP16)[:2], weight),
+        (*inputs(3, k, FP16)[:2], weight),
         (hidden.clone().requires_grad_(), delta, weight),
     ):
         assert good.norm_input(*refused, EPS) is None

@@ -81,8 +81,8 @@ def test_normed_launches_fit_and_split_as_others(gpu, n):
     for record in RECORDS:
         plain = pick_tile(1, n, record, gpu)
         for k_tiles in (1, 5, 32, 64):
-            fit = [pick_normed(m, n, k_tiles, record, gpu) for m in range(1, 6)]
-            assert fit[4] is None
+            fit = [pick_normed(m, n, k_tiles, record, gpu) for m in range(1, 4)]
+            assert fit[2] is None
             for m, tile in enumerate(fit, 1):
                 if tile is not None:
                     assert (tile.tokens, tile.bands, tile.blocks) == (8, plain.bands, plain.blocks)
@@ -95,7 +95,6 @@ def test_which_layers_norm_their_input():
     """Llama's q/k/v and gate and up, of 8 and of 70 billion parameters; not where little shared
     memory, or few stages of it, would be left."""
     for n, k_tiles in ((6144, 32), (28672, 32), (10240, 64), (57344, 64)):
-        assert all(pick_normed(m, n, k_tiles, 4224, H200) for m in (1, 2, 3, 4))
-    assert [bool(pick_normed(m, 65, 64, 4224, H200)) for m in (1, 2, 3, 4)] == [1, 1, 1, 0]
+        assert all(pick_normed(m, n, k_tiles, 4224, H200) for m in (1, 2))
     assert pick_normed(1, 6144, 32, 4224, SMALL) is None
-    assert [bool(pick_normed(m, 65, 1, 4224, TINY)) for m in (1, 2, 3, 4)] == [1, 1, 0, 0]
+    assert all(pick_normed(m, 65, 1, 4224, TINY) for m in (1, 2))
