@@ -109,7 +109,7 @@ def kernels(
 def tune(
     save: Annotated[Path, typer.Option(help="Write the table, with what was found, to this file.")],
     shapes: Shapes = "llama3-8b,llama3-70b",
-    m: Annotated[str, typer.Option(help="Batch sizes, 17 and more.")] = "32,64,128,256,512,1024",
+    m: Annotated[str, typer.Option(help="Batch sizes, 9 and more.")] = "32,64,128,256,512,1024",
     json_: Json = False,
 ) -> None:
     """Search the fastest tile configuration of w4a16's batch kernel, by linear and batch size.

@@ -1,8 +1,10 @@
 """The search of cuts: what it tries, and how its table grows. The timing itself needs a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from billfish.bench import tune
@@ -44,9 +46,61 @@ def test_the_table_is_written_as_the_search_writes_it():
     assert batch.TABLE.read_text() == tune.text(TABLE)
 
 
-@pytest.mark.parametrize("rows", [(16,), (32, 8)])
+class Card:
+    """Times calls by what they say of themselves."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, us):
+        self.us = us
+
+    def time(self, calls, launches, mode):
+        return SimpleNamespace(median=self.us[calls[0]()])
+
+
+@pytest.mark.parametrize(("us", "taken"), [(5.0, True), (3.0, False)])
+def test_few_tokens_are_kept_where_the_kernel_of_few_is_slower(us, taken, monkeypatch):
+    """Of 16 tokens; 24 are w4a16_batch's in any case."""
+    kind = SimpleNamespace(record_bytes=4224)
+    plan = SimpleNamespace(index=0, batches=True, cuts={}, paths={}, k_tiles=216, kind=kind)
+    plan.few_path = lambda m: lambda *given: "few"
+
+    class Op:
+        kind = records = None
+
+        def __init__(self, scheme, tensors):
+            pass
+
+        def nbytes(self):
+            return 1
+
+        def __call__(self, x):
+            assert (len(x), False) in plan.cuts
+            return "batch"
+
+    monkeypatch.setattr(tuner, "CudaOp", Op)
+    monkeypatch.setattr(tuner, "plan", lambda *given: plan)
+    monkeypatch.setattr(tuner, "gpu", lambda device: H200)
+    rules = SimpleNamespace(copies=lambda nbytes, least: 2, least_copies=2, launches=lambda *_: 2)
+    card = Card({"few": us, "batch": 4.0})
+    layer = tuner.search_layer(64, 27648, (16, 24), card, rules, lambda message: None)
+    assert set(layer["cuts"]) == set(layer["us"]) == ({"16", "24"} if taken else {"24"})
+    assert not plan.cuts
+
+
+def test_few_tokens_that_the_table_has():
+    """Down-projections of Qwen2.5 7B and 32B."""
+    for n, k_tiles in ((3584, 148), (5120, 216)):
+        assert [batch.takes_few(m, n, k_tiles, H200) for m in (8, 9, 16, 17)] == [0, 1, 1, 0]
+        assert (
+            batch.pick(12, n, k_tiles, 4224, H200).cut == batch.table()[H200.name, n, k_tiles][16]
+        )
+    assert not batch.takes_few(16, 4096, 32, H200)
+
+
+@pytest.mark.parametrize("rows", [(8,), (32, 4)])
 def test_tokens_that_other_kernels_take(rows):
-    with pytest.raises(UserError, match="17 tokens and more"):
+    with pytest.raises(UserError, match="9 tokens and more"):
         tune.search(parse_shapes("4096x4096"), rows, None, None, print)
 
 

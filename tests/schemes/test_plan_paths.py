@@ -23,6 +23,7 @@ class Layer:
         self.weight = torch.randn(N, k, generator=torch.Generator().manual_seed(0))
         made = self.plan = object.__new__(Plan)
         made.n, made.k, made.dtype, made.bands = N, k, torch.float32, 1
+        made.k_tiles, made.gpu, made.cuts = planes, SimpleNamespace(name="a GPU"), {}
         made.kind = SimpleNamespace(scale_dtype=torch.float16, planes=planes)
         made.few = {tokens: self.kernel(f"few{tokens}") for tokens in few}
         made.most, made.batches, made.paths = max(few), batches, {}
@@ -55,6 +56,28 @@ class Layer:
 HOPPER = ((8, 16), {(64, 1): None})
 AMPERE = ((8, 16, 32, 64), {})
 PLAIN = ((8, 16), {})  # Hopper, scales of another type than x
+
+
+def test_few_tokens_that_were_faster_in_a_batch(monkeypatch):
+    monkeypatch.setattr(batch, "table", lambda: {("a GPU", N, 1): {16: None, 24: None}})
+    for layer, name in ((Layer(*HOPPER), "batch"), (Layer(*PLAIN), "few16")):
+        for m, ran in ((8, "few8"), (9, name), (16, name)):
+            layer(torch.randn(m, K))
+            assert layer.ran == [(ran, m)]
+            layer(torch.randn(m, K), gated=True)
+            assert layer.ran == [(ran, m)]
+    layer = Layer(*HOPPER)
+    layer(torch.randn(16, K), invariant=True)
+    assert layer.ran == [("invariant", 16)]
+    layer.plan.few_path(16)(torch.randn(16, K), None, None, torch.empty(16, N))
+    assert layer.ran == [("invariant", 16), ("few16", 16)]
+
+
+def test_two_planes_of_few_tokens_are_not_in_the_table(monkeypatch):
+    monkeypatch.setattr(batch, "table", lambda: {("a GPU", N, 2): {16: None}})
+    layer = Layer(*HOPPER, planes=2)
+    layer(torch.randn(16, K))
+    assert layer.ran == [("few16", 16)]
 
 
 @pytest.mark.parametrize(

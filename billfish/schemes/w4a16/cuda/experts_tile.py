@@ -22,10 +22,10 @@ from billfish.kernels.tiles import SLICE, Cut
 
 THREADS = 320  # two producer warps, eight that multiply
 TOKENS = (8, 16)  # of an item of w4a16_experts
-# Of w4a16_experts_batch, us: a stage by rows of an item and bands, a tile of 32 tokens and one band,
-# and what a split one costs. w4a16_batch's of 2026-11-18, which predicted its layers (LOG); those of
-# today are chosen for what they choose, not for what they predict. Where tiles are split no other
-# instances are cheaper, but (256, 1) with thousands of rows an expert, by 1 %.
+# Of w4a16_experts_batch, us: a stage by rows of an item and bands, a tile of 32 tokens and one
+# band, and what a split one costs. They were fitted to w4a16_batch's times (LOG 2026-11-18); its
+# own costs of now are fitted to what they choose. Where tiles are split no other instances are
+# cheaper, but (256, 1) with thousands of rows an expert, by 1 %.
 STAGE_US = {(32, 2): 0.805, (64, 2): 1.013, (96, 2): 1.247, (128, 2): 1.503}
 TILE_US, MEETING_US = 0.54, (4.06, 0.67)
 INSTANCES = tuple(STAGE_US)

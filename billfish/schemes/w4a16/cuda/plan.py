@@ -174,13 +174,22 @@ class Plan:
         if invariant:
             kernel = partial(self.batch, invariant=True, gated=gated)
             return self._slices(m, batch.MOST_INVARIANT, lambda rows: kernel)
-        if m <= clusters.MOST_TOKENS:
-            return self._one(m, partial(self._few(m), gated=gated))
-        if batches:
+        if batches and (m > clusters.MOST_TOKENS or self._batches_few(m)):
             return self._one(m, partial(self.batch, invariant=False, gated=gated))
+        if m <= clusters.MOST_TOKENS:
+            return self.few_path(m, gated)
         if m <= self.most * MOST_SLICES:
             return self._slices(m, self.most, lambda rows: partial(self._few(rows), gated=False))
         return self._panels
+
+    def _batches_few(self, m: int) -> bool:
+        if (m, False) in self.cuts:  # `bench tune` tries it
+            return True
+        return self.kind.planes == 1 and batch.takes_few(m, self.n, self.k_tiles, self.gpu)
+
+    def few_path(self, m: int, gated: bool = False) -> Path:
+        """On the kernel of few tokens, whatever else could run them."""
+        return self._one(m, partial(self._few(m), gated=gated))
 
     def _few(self, m: int) -> Callable[..., None]:
         return self.few[min(tokens for tokens in self.few if tokens >= m)]

@@ -30,11 +30,11 @@ MEASURED = (
 
 
 def check(rows: tuple[int, ...]) -> None:
-    wrong = [m for m in rows if m <= MOST_TOKENS]
+    wrong = [m for m in rows if m < batch.FEWEST]
     if wrong:
         raise UserError(
-            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {MOST_TOKENS + 1} tokens and "
-            "more; fewer go elsewhere."
+            f"m {', '.join(map(str, wrong))}: w4a16_batch runs {batch.FEWEST} tokens and more; "
+            "fewer go elsewhere."
         )
 
 
@@ -55,8 +55,8 @@ def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> 
 def search_layer(
     n: int, k: int, rows: tuple[int, ...], card: Any, rules: Any, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The fastest configuration of one layer for each m; `card` and `rules` are
-    bench/timing.py's."""
+    """The fastest configuration of one layer for each m; none where w4a16_decode, which takes few
+    tokens, is faster. `card` and `rules` are bench/timing.py's."""
     found, generator = gpu(card.device), torch.Generator(card.device).manual_seed(0)
     ops: list[CudaOp] = []
     while not ops or len(ops) < rules.copies(ops[0].nbytes(), rules.least_copies):
@@ -68,15 +68,22 @@ def search_layer(
     for m in rows:
         x = torch.randn(m, k, dtype=DTYPE, device=card.device, generator=generator)
         launches = rules.launches(len(ops), max(n * k / 9e6, 1.0))
-        timings = []
+        timings: list[tuple[float, list[int]]] = []
+        if m <= MOST_TOKENS:
+            path, out = how_it_runs.few_path(m), x.new_empty(m, n)
+            calls = [partial(path, x, op.records, None, out) for op in ops]
+            timings.append((card.time(calls, launches, "pdl").median, []))
         for how in worth_trying(m, n, how_it_runs.k_tiles, how_it_runs.kind.record_bytes, found):
             cut = how.cut
             numbers = [cut.tokens, cut.bands, cut.stripes, cut.splits, cut.twins]
             say(f"{k} x {n}, m = {m}: {numbers}")
             how_it_runs.cuts[m, False] = how
+            how_it_runs.paths.clear()
             timing = card.time([partial(op, x) for op in ops], launches, "pdl")
             timings.append((timing.median, numbers))
         del how_it_runs.cuts[m, False]
+        how_it_runs.paths.clear()
         us, best = min(timings)
-        layer["cuts"][str(m)], layer["us"][str(m)] = best, round(us, 1)
+        if best:
+            layer["cuts"][str(m)], layer["us"][str(m)] = best, round(us, 1)
     return layer
