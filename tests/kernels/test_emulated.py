@@ -31,7 +31,7 @@ HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
 INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
-THREADS = {"decode": tile.THREADS, "stripe": stripes.THREADS, "batch": tiles.THREADS}
+THREADS = {"stripe": stripes.THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 pytestmark = needs_compiler
@@ -69,6 +69,7 @@ def compiled(tmp_path_factory):
                 (changed / "billfish" / name).write_text(content)
                 source = changed / "billfish" / name if name == source.name else source
             tokens, bands = arguments.split(",")[-2:]
+            threads = tile.threads(int(bands)) if file == "decode" else THREADS[file]
             known[key] = compile_cpp(
                 HERE / "run.cpp",
                 folder / f"run{len(known)}",
@@ -77,7 +78,7 @@ def compiled(tmp_path_factory):
                 f"-I{PACKAGE / 'kernels' / 'include'}",
                 f'-DKERNEL_FILE="{source}"',
                 f"-D{kernel.upper()}",
-                f"-DTHREADS={THREADS[file]}",
+                f"-DTHREADS={threads}",
                 f"-DTOKENS={tokens}",
                 f"-DBANDS={bands}",
                 f"-DKERNEL=w4a16_{kernel}<{arguments}>",

@@ -99,9 +99,10 @@ def records():
 def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
-    yield "kDecodeThreads", tile.THREADS
     yield "kCluster", clusters.CLUSTER
     yield "kBarrierBytes", clusters.BARRIER_BYTES
+    for bands in (1, 2, 4):
+        yield f"decode_threads({bands})", tile.threads(bands)
     for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
         total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
         how = tile.pick_tile(m, total * BRICK_N, size, H200)

@@ -3,6 +3,7 @@ other. And its launches, with a kernel that only looks at what it is given."""
 
 import re
 import struct
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -143,13 +144,14 @@ def given(monkeypatch):
     text = re.search(r"\nw4a16_normed\((.*?)\) \{", SOURCE.read_text(), re.DOTALL)[1]
     names, last = [each.split()[-1] for each in text.split(",")], {}
 
-    def launch(blocks, threads, arguments, smem, cluster, pdl):
-        assert (threads, cluster, pdl) == (tile.THREADS, clusters.CLUSTER, True)
+    def launch(bands, blocks, threads, arguments, smem, cluster, pdl):
+        assert (threads, cluster, pdl) == (tile.threads(bands), clusters.CLUSTER, True)
         last.clear()
         last.update(zip(names, arguments, strict=True), blocks=blocks, smem=smem)
 
     def kernel(kind, dtype, bands):
-        return SimpleNamespace(load=lambda index: SimpleNamespace(launch=launch))
+        loaded = SimpleNamespace(launch=partial(launch, bands))
+        return SimpleNamespace(load=lambda index: loaded)
 
     def planned(index, n, k, kind, dtype):
         return SimpleNamespace(normed=normed.launches(0, n, k, KINDS[kind], dtype))

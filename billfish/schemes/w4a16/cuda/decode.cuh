@@ -5,11 +5,12 @@
 //     warp 0       producer: bulk copies of records, `stages` deep; the first are issued before the
 //                  previous kernel has ended (PDL), since weights do not depend on it
 //     warp 1       producer: activations of each stage, once the previous kernel has ended
-//     warps 2, 3   sums of a stage's activations (summed.cuh), while others multiply
-//     warps 4-11   consumers: 32 outputs x 128 inputs at a time
+//     warps 2, 3   sums of a stage's activations (summed.cuh), while others multiply; these two are
+//                  not there where a block has one band
+//     8 warps      consumers: 32 outputs x 128 inputs at a time
 //
-// w4a16_normed gets a few tokens before their RMS norm. While weights arrive, warps 4-11 norm the
-// inputs of their block into shared memory, where warp 1 finds them.
+// w4a16_normed gets a few tokens before their RMS norm. While weights arrive, the eight warps norm
+// the inputs of their block into shared memory, where warp 1 finds them.
 //
 // Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
@@ -21,17 +22,29 @@
 
 namespace billfish {
 
-constexpr int kFirstSumWarp = 2, kFirstMathWarp = 4;
-constexpr int kSumWarps = kFirstMathWarp - kFirstSumWarp;
-constexpr int kDecodeThreads = 32 * (kFirstMathWarp + kMathWarps);
+constexpr int kCopyWarps = 2, kSumWarps = 2;
 
-// 16 tokens need 90 registers where 80 would let two blocks on an SM: the four other warps give
-// some of theirs. Only Hopper's code can.
+// A stage of one band has four slices of x, whose sums would be used twice each: 16 tokens of
+// 14336 x 4096 took 17.6 us for 14.9. Its math warps make them (record.cuh).
+constexpr BILLFISH_DEVICE bool sums_apart(int bands) { return bands > 1; }
+
+constexpr BILLFISH_DEVICE int first_math_warp(int bands) {
+    return kCopyWarps + (sums_apart(bands) ? kSumWarps : 0);
+}
+constexpr BILLFISH_DEVICE int decode_threads(int bands) {
+    return 32 * (first_math_warp(bands) + kMathWarps);
+}
+
+// With sums apart 16 tokens need 90 registers where 80 would let two blocks on an SM: the four
+// other warps give some of theirs. Only Hopper's code can.
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool kMovesRegisters = true;
 #else
 constexpr bool kMovesRegisters = false;
 #endif
+constexpr BILLFISH_DEVICE int blocks_of_sm(int tokens, int bands) {
+    return tokens == 16 && sums_apart(bands) && !kMovesRegisters ? 1 : 2;
+}
 
 // One stage of the ring: four records, of one, two or four bands, x and its sums. There is one
 // round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1.
@@ -41,9 +54,7 @@ struct DecodeStage {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kX = 4 * kRecordBytes;  // byte offset
     static constexpr int kSums = kX + kSlices * x_bytes(kTokens);
-    // A stage of one band has four slices of x, whose sums would be used twice each: 16 tokens of
-    // 14336 x 4096 took 17.6 us for 14.9. Its math warps make them (record.cuh).
-    static constexpr bool kSummed = kBands > 1;
+    static constexpr bool kSummed = sums_apart(kBands);
     static constexpr int kSumsBytes = kSummed ? sums_bytes<kGroup, kTokens>() : 0;  // of a slice
     static constexpr int kBytes = (kSums + kSlices * kSumsBytes + 127) / 128 * 128;
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
@@ -68,6 +79,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                             bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
+    constexpr int kFirstMathWarp = first_math_warp(kBands);
     using Me = Worker<kBands * 2, kFirstMathWarp>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
 
@@ -94,7 +106,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
 
     if (warp < kFirstMathWarp) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-        if constexpr (kTokens == 16) give_registers<32>();
+        if constexpr (kTokens == 16 && Stage::kSummed) give_registers<32>();
 #endif
         const Share share(n, k_tiles);
         const int passes = share.passes(kBands), span = share.span;
@@ -128,16 +140,15 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                 }
                 if (passes == 0) linger(share.most_bands * span);
             }
-        } else if (warp >= kFirstSumWarp) {
+        } else if (warp >= kCopyWarps) {
             constexpr int kItems = kSlices * kBlocks;  // of 8 tokens of a slice
             dependency_wait();
-            int rounds = Stage::kSummed ? passes * ((span + kSlices - 1) / kSlices) : 0;
-            for (; rounds > 0; --rounds) {
+            for (int rounds = passes * ((span + kSlices - 1) / kSlices); rounds > 0; --rounds) {
                 const u32 stage = ring + slot.index * Stage::kBytes;
                 barrier_wait(full + 8 * slot.index, slot.parity);
 #pragma unroll 2
                 for (int item = 0; item < kItems; item += kSumWarps) {
-                    const int mine = item + warp - kFirstSumWarp;
+                    const int mine = item + warp - kCopyWarps;
                     if (kItems % kSumWarps && mine >= kItems) break;
                     const int sub = mine / kBlocks;
                     sum_tokens<T, kGroup, kTokens>(
@@ -203,7 +214,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (kTokens == 16) take_registers<104>();
+    if constexpr (kTokens == 16 && Stage::kSummed) take_registers<104>();
 #endif
     if constexpr (kNormed) {
         constexpr int kOwn = kNormThreads / kCluster / (32 * kMathWarps);
@@ -282,7 +293,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
 // last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
 // the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
-__global__ void __launch_bounds__(kDecodeThreads, kTokens <= 8 || kMovesRegisters ? 2 : 1)
+__global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
              int k_tiles, int stages, bool gated) {
@@ -296,7 +307,7 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
 // rms_norm (engine/cuda/small.cuh); `summed` gets the sum. One plane, k a multiple of 8 up to 8192,
 // `threads` of kernels/norm.py, m up to kMostNormed, and as many blocks.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
-__global__ void __launch_bounds__(kDecodeThreads, 2)
+__global__ void __launch_bounds__(decode_threads(kBands), 2)
 w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const u16* delta,
              const u16* weight, u16* summed, int threads, float eps,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int k, int k_tiles,

@@ -41,7 +41,8 @@ def _launch(
     index: int, how: clusters.Tile, m: int, n: int, k: int, kind: Kind, dtype: torch.dtype
 ) -> Launch:
     kernel = normed_kernel(kind, dtype, how.bands).load(index)
-    threads, k_tiles = norm.threads(k), -(-k // arrange.K)
+    normers, k_tiles = norm.threads(k), -(-k // arrange.K)
+    threads = tile.threads(how.bands)
 
     def run(x: Normed, records: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
         arguments = (
@@ -50,7 +51,7 @@ def _launch(
             0 if x.delta is None else x.delta.data_ptr(),
             x.weight.data_ptr(),
             x.summed.data_ptr(),
-            threads,
+            normers,
             numpy.float32(x.eps),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -61,6 +62,6 @@ def _launch(
             how.stages,
             gated,
         )
-        kernel.launch(how.blocks, tile.THREADS, arguments, how.asked, clusters.CLUSTER, True)
+        kernel.launch(how.blocks, threads, arguments, how.asked, clusters.CLUSTER, True)
 
     return run

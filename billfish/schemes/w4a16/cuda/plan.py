@@ -110,6 +110,7 @@ class Plan:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
         kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
+        threads = tile.threads(how.bands)
 
         def run(
             x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor, m: int, gated: bool
@@ -126,7 +127,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, tile.THREADS, arguments, how.asked, clusters.CLUSTER, True)
+            kernel.launch(how.blocks, threads, arguments, how.asked, clusters.CLUSTER, True)
 
         return run
 

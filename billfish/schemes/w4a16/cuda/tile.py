@@ -5,18 +5,27 @@ from billfish.kernels import norm
 from billfish.kernels.clusters import CLUSTER, STAGE_RECORDS, Tile, pick
 from billfish.kernels.device import Gpu
 
-THREADS = 384  # two producer warps, two that sum x, eight that multiply
 BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
 GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
 WORD_BYTES = 4096
 LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
 
 
+def sums_apart(bands: int) -> bool:
+    """As in decode.cuh."""
+    return bands > 1
+
+
+def threads(bands: int) -> int:
+    """Two producer warps, eight that multiply, and two that sum x."""
+    return 32 * (10 + 2 * sums_apart(bands))
+
+
 def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> Tile:
     groups = -(-(record_bytes - WORD_BYTES) // GROUP_BYTES)
 
     def stage(tokens: int, bands: int) -> int:
-        sums = groups * 4 if bands > 1 else 0
+        sums = groups * 4 if sums_apart(bands) else 0
         x = STAGE_RECORDS // bands * tokens * (BRICK_K * 2 + sums)
         return -(-(STAGE_RECORDS * record_bytes + x) // 128) * 128
 
