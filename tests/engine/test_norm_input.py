@@ -52,9 +52,8 @@ class Norming:
         return self.product(rms_norm(summed, weight, eps))
 
 
-@pytest.mark.parametrize("which", [(), ("_qkv",), ("_gate_up",), ("_qkv", "_gate_up")], ids=str)
-@torch.inference_mode()
-def test_products_may_norm_their_input(which):
+def runner_on_cpu():
+    """Of three layers, without graphs."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40,
@@ -68,6 +67,15 @@ def test_products_may_norm_their_input(which):
     decoder = Decoder.of(transformers.LlamaForCausalLM(config).eval())
     runner = object.__new__(GpuRunner)
     runner.decoder, runner.shape, runner.found = decoder, decoder.shape, None
+    runner.fused = Kernels()
+    return runner
+
+
+@pytest.mark.parametrize("which", [(), ("_qkv",), ("_gate_up",), ("_qkv", "_gate_up")], ids=str)
+@torch.inference_mode()
+def test_products_may_norm_their_input(which):
+    runner = runner_on_cpu()
+    decoder = runner.decoder
     tokens = torch.tensor([3, 39, 0])
 
     def step():

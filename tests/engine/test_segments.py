@@ -6,15 +6,12 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-import transformers
-from test_norm_input import Kernels
+from test_norm_input import runner_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from billfish.engine.cuda import segments
-from billfish.engine.cuda.runner import GpuRunner
 from billfish.engine.cuda.segments import Segments, sizes
-from billfish.models.decoder import Decoder
 
 
 class Recorded(TorchDispatchMode):
@@ -51,20 +48,7 @@ def graphs(monkeypatch):
 
 @pytest.fixture
 def runner():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
-    decoder = Decoder.of(transformers.LlamaForCausalLM(config).eval())
-    made = object.__new__(GpuRunner)
-    made.decoder, made.shape, made.found, made.fused = decoder, decoder.shape, None, Kernels()
-    return made
+    return runner_on_cpu()
 
 
 def attend(layer, q, out):

@@ -3,9 +3,9 @@
     [embedding, norm, q k v, store] attention [o, norm, gate up, down, norm, q k v, store] ...
 
 Launches of prompts' attention depend on their lengths; all others depend on the number of tokens,
-and a step is padded to the next size that has graphs. Launched kernel by kernel a step takes 5 to
-11 ms of the host (LOG 2026-11-18), the GPU for few tokens less than half of that. Beyond MOST
-tokens it is the GPU that takes longer.
+and a step is padded to the next size that has graphs. 16 decodes and a prompt of 64 tokens of 8B
+take the host 2.3 ms this way and 6.0 kernel by kernel, the GPU 4 (LOG 2026-11-19). Beyond MOST
+tokens the GPU takes far longer than the host.
 """
 
 from collections.abc import Callable, Iterator
