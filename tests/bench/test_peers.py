@@ -6,6 +6,7 @@ import peers
 import pytest
 import torch
 from torch.nn.functional import linear
+from turns import READ
 
 from billfish.errors import UserError
 from billfish.schemes.w4a16 import W4A16
@@ -213,7 +214,7 @@ def test_the_summary_counts_and_lists():
         "  worst: 0.800 at 3x32@1, 0.976 at 2x32@1",
         "  behind by more than 2%: 2: 2x32@1 3x32@1",
     ]
-    marked = peers.line(points[1] | dict.fromkeys(peers.READ))
+    marked = peers.line(points[1] | dict.fromkeys(READ))
     assert marked.endswith("BEHIND humming")
     nothing = peers.summary({"points": [], "errors": {}, "missing": []})
     assert nothing == ["cublas: no point compared", "humming: no point compared"]
