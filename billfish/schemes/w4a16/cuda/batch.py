@@ -23,10 +23,10 @@ from billfish.kernels.tiles import (
     model_us,
 )
 
-# Fitted on an H200 to 192 of 260 searches of tuned.json, those of 15 layers, so that the choice
-# loses little to the best (docs/LOG.md, 2026-11-19). With up to 1024 tokens of the other five it
-# loses 0 % in the median, 1.8 % on average and 10 % at most, but for 1024 tokens of 27648 x 5120:
-# 21 %, where x does not fit in L2.
+# Fitted to the searches of 15 of tuned.json's layers on an H200, so that the choice loses little to
+# the best (docs/LOG.md, 2026-11-19). With up to 1024 tokens of the other five it loses 0 % in the
+# median, 1.8 % on average and 10 % at most, but for 1024 tokens of 27648 x 5120: 21 %, where x does
+# not fit in L2.
 COSTS = Costs(
     {
         (32, 1): 0.42,
