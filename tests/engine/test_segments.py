@@ -68,7 +68,7 @@ def test_steps_of_all_sizes_give_what_they_give_without_graphs(runner, graphs):
     kernels = runner.fused.norms
     for count in (3, 16, 8, 9, 1, 12):
         columns = padded(count)
-        found = made.run(torch.from_numpy, columns, attend).clone()
+        found = made.run(made.size(count), torch.from_numpy, columns, attend).clone()
         assert runner.fused.norms == kernels  # nothing was launched but graphs and attention
         wanted = runner._forward(*torch.from_numpy(columns), attend)
         kernels = runner.fused.norms
@@ -81,10 +81,10 @@ def test_steps_of_all_sizes_give_what_they_give_without_graphs(runner, graphs):
 @torch.inference_mode()
 def test_a_graph_lost_or_in_the_wrong_place_shows(runner, graphs):
     made = Segments(runner.between, runner.space(8), [8])
-    wanted = made.run(torch.from_numpy, padded(5), attend).clone()
+    wanted = made.run(8, torch.from_numpy, padded(5), attend).clone()
     parts = made.graphs[8]
     made.graphs[8] = [parts[0], parts[2], parts[1], parts[3]]
-    assert not torch.allclose(made.run(torch.from_numpy, padded(5), attend), wanted)
+    assert not torch.allclose(made.run(8, torch.from_numpy, padded(5), attend), wanted)
 
 
 def test_sizes():

@@ -147,8 +147,8 @@ class GpuRunner:
 
     @torch.inference_mode()
     def hidden(self, pieces: Many[Piece], rules: Rules | None = None) -> Tensor:
-        """(tokens of all pieces, hidden). Pieces of one token come first, and their attention is a
-        decode's."""
+        """(tokens of all pieces, hidden), valid until the next step. Pieces of one token come
+        first, and their attention is a decode's."""
         single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
         chunks = pieces[single:]
         tables = self.tables.fill(pieces[:single], single, rules)
@@ -167,9 +167,9 @@ class GpuRunner:
             if chunks:
                 out[single:] = prefill(layer, q[single:])
 
-        stacked, segments = np.stack(columns), self.segments
-        if segments is not None and segments.size(stacked.shape[1]) is not None:
-            return segments.run(self._upload, stacked, attend)
+        stacked = np.stack(columns)
+        if self.segments and (rows := self.segments.size(stacked.shape[1])):
+            return self.segments.run(rows, self._upload, stacked, attend)
         flat = self._upload(stacked)
         return self._forward(flat[0], flat[1], flat[2], attend)
 

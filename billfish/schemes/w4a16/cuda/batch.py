@@ -64,7 +64,7 @@ INSTANCES = tuple(COSTS.stage_us)  # (tokens, bands)
 MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 # the model overrules a measurement for another m if it expects less than this share
 OVERRULES = 0.83
-FEWEST = 9  # tokens: w4a16_decode's instance of 8 is never slower
+FEWEST = 9  # tokens: with 8 w4a16_decode was faster on all 20 layers of tuned.json
 LARGE = 1024  # tokens; the most that was measured counts for more
 STEP = 32  # tokens: all tiles are multiples, so that these alone decide how many there are
 TABLE = Path(__file__).parent / "tuned.json"
@@ -72,8 +72,8 @@ TABLE = Path(__file__).parent / "tuned.json"
 
 def takes_few(m: int, n: int, k_tiles: int, gpu: Gpu) -> bool:
     """Whether as few tokens as w4a16_decode takes run here: the table has them where they were
-    measured to be faster. Two bands for some clusters and one for others leave that kernel's SMs
-    idle; 27648 x 5120 takes it 36.7 us with 16 tokens, and w4a16_batch 29.8 with 24."""
+    measured to be faster: 27648 x 5120 takes w4a16_decode 36.7 us with 16 tokens, as 14 of its 66
+    clusters have two bands of outputs and the others one, and w4a16_batch 29.8 us with 24."""
     known = table().get((gpu.name, n, k_tiles), {})
     return m >= FEWEST and any(m <= each <= MOST_TOKENS for each in known)
 

@@ -1,9 +1,10 @@
 """Chooses the kernel and the tile configuration that run m tokens of one layer on one GPU.
 
 Up to 16 tokens take one memory-bound launch (w4a16_decode from sm_90 on, w4a16_stripe from sm_80
-on). More run on w4a16_batch, Hopper's wgmma kernel. Where that cannot run, x is split into up to
-four slices of 16 (decode) or 64 tokens (stripe); beyond, weights are decoded panel by panel for
-PyTorch's matrix product. All of it is one torch operator, for torch.compile and CUDA graphs.
+on). More, and in some layers 9 and more, run on w4a16_batch, Hopper's wgmma kernel. Where that
+cannot run, x is split into up to four slices of 16 (decode) or 64 tokens (stripe); beyond, weights
+are decoded panel by panel for PyTorch's matrix product. All of it is one torch operator, for
+torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
