@@ -5,40 +5,48 @@ k into stripes of equal length (stream-K). A cost model chooses.
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from billfish.kernels.clusters import BAND
 from billfish.kernels.device import Gpu
 
-THREADS = 384  # a producer warpgroup, two that multiply
+THREADS = 384  # a producer warpgroup, two that multiply (TEAMS)
 SLICE = 128  # inputs of a stage
 MOST_STAGES = 8  # tiles.cuh reserves barriers for this many
 BARRIER_BYTES = 1024
 TEAMS = 2
-TURN_BYTES = 8 * 16 * 48
-FLAGS = 8  # of a CTA: one for each warp that multiplies
+TEAM_WARPS = 4
+TURN_BYTES = TEAM_WARPS * 16 * 48  # of a team, to turn its results
 EVEN = 0.9  # use fewer CTAs, at least this share of those that fit, if all tiles split equally then
 LEAST_STRIPE = 4  # slices of 128 inputs: for shorter stripes the reduction costs more than it saves
+
+
+# Of a kernel: (tokens, bands), or (tokens, bands, teams) with other than two teams.
+Instance = tuple[int, int] | tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Of a kernel, estimated from timings on an H200, in us."""
 
-    stage_us: Mapping[tuple[int, int], float]  # (tokens, bands): 128 inputs, alone on an SM
+    stage_us: Mapping[Instance, float]  # 128 inputs, alone on an SM
     together: float  # how much longer it takes where two CTAs share an SM
     busy: float = 0.0  # and how much longer, as a share, where every SM has one
     # What 32 tokens x 128 outputs of a tile add: to the epilogue of every tile, and to a reduction
-    # of split tiles, which also has a constant.
+    # of split tiles, through the workspace or within a cluster. Each also has a constant.
     tile_us: float = 0.0
     meeting_us: tuple[float, float] = (1.5, 1.0)
-    cluster_us: float = 0.0  # of a reduction within a cluster
+    cluster_us: float = 0.0
+    cluster_tile_us: float = 0.0
+    tile_constant_us: float = 0.0
+    launch_us: float = 0.0  # of every launch
     clusters: tuple[int, ...] = ()  # sizes of clusters that may share a tile
-    twin_us: Mapping[tuple[int, int], float] = field(default_factory=dict)  # stage_us of twins
-    # How much longer stages of stripes take, as a share, where x fills the L2 cache: stripes begin
-    # at different inputs.
+    twin_us: Mapping[Instance, float] = field(default_factory=dict)  # stage_us of twins
+    # How much longer stages take, as a share, where x fills the L2 cache: stages of stripes, which
+    # begin at different inputs, and all of them, twins half as much, as they share x.
     spread: float = 0.0
+    far: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,29 +56,42 @@ class Held:
     input: int = 2  # of one number of x in a stage
     token: int = 0  # for the epilogue, of each token of a tile
     output: int = 0  # and of each output
+    turn: Callable[[int], int] = lambda tokens: TURN_BYTES  # of a team, with tiles of so many
 
 
 HALVES = Held()
-INSTANCES = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # tokens, bands; of most kernels
+# With results.cuh: 16 tokens x 64 outputs a team, padded, twice unless 256 tokens leave no room.
+LINES = Held(turn=lambda tokens: 16 * 144 * (2 if tokens < 256 else 1))
+INSTANCES: tuple[Instance, ...] = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 1))  # of most
 
 
 @dataclass(frozen=True)
 class Cut:
     """A tile configuration: the kernel instance, and how its tiles are spread over CTAs."""
 
-    tokens: int  # 32, 64, 128 or 256
-    bands: int  # bands of 64 outputs for each of two warpgroups
+    tokens: int  # a multiple of 16 up to 256
+    bands: int  # bands of 64 outputs for each warpgroup that multiplies
     stripes: int  # CTAs for each SM if tiles are split; 0 if no tile is split
     splits: int = 1  # CTAs of a cluster that shares a tile, each with a part of its inputs
     twins: bool = False  # clusters of two CTAs with neighbouring outputs, which share x
+    teams: int = TEAMS  # warpgroups that multiply: two or three
+
+    @property
+    def instance(self) -> Instance:
+        size = self.tokens, self.bands
+        return size if self.teams == TEAMS else (*size, self.teams)
 
     @property
     def outputs(self) -> int:
-        return TEAMS * self.bands * BAND
+        return self.teams * self.bands * BAND
+
+    @property
+    def threads(self) -> int:
+        return 32 * TEAM_WARPS * (1 + self.teams)
 
     @property
     def per_sm(self) -> int:  # tiles.cuh: two_fit
-        return 2 if self.tokens <= 64 and self.bands == 1 else 1
+        return 2 if self.teams == TEAMS and self.bands == 1 and self.tokens <= 64 else 1
 
 
 @dataclass(frozen=True)
@@ -96,16 +117,22 @@ class Launch:
         split = self.whole < self.m_tiles * self.n_tiles
         return self.blocks * self.cut.tokens * self.cut.outputs if split else 0
 
+    @property
+    def flags(self) -> int:
+        """Beside the workspace: one for each warp that multiplies."""
+        return self.blocks * self.cut.teams * TEAM_WARPS
+
 
 def launch(
     cut: Cut, m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu, held: Held = HALVES
 ) -> Launch | None:
     """The launch of a configuration; None if it does not fit in shared memory, or if its stripes
     would be whole tiles."""
-    stage = cut.tokens * SLICE * held.input + TEAMS * cut.bands * record_bytes
+    stage = cut.tokens * SLICE * held.input + cut.teams * cut.bands * record_bytes
     stage = math.ceil(stage / 1024) * 1024
     room = gpu.smem_per_block if cut.per_sm == 1 else gpu.half
-    rest = BARRIER_BYTES + TURN_BYTES + cut.tokens * held.token + cut.outputs * held.output
+    turns = cut.teams * held.turn(cut.tokens)
+    rest = BARRIER_BYTES + turns + cut.tokens * held.token + cut.outputs * held.output
     stages = min(MOST_STAGES, (room - rest) // stage)
     smem = stages * stage + rest
     if stages < 2:
@@ -139,40 +166,47 @@ def launch(
 
 
 def cuts(
-    instances: Iterable[tuple[int, int]] = INSTANCES,
+    instances: Iterable[Instance] = INSTANCES,
     clusters: Iterable[int] = (),
-    twins: Container[tuple[int, int]] = (),
+    twins: Container[Instance] = (),
 ) -> Iterator[Cut]:
-    for tokens, bands in instances:
-        for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
-            yield Cut(tokens, bands, stripes)
+    for instance in instances:
+        tokens, bands, *teams = instance
+        cut = Cut(tokens, bands, 0, teams=teams[0] if teams else TEAMS)
+        for stripes in range(cut.per_sm + 1):
+            yield replace(cut, stripes=stripes)
         for splits in clusters:
             if splits <= tokens // 16:  # a CTA of the cluster stores 16 tokens or more
-                yield Cut(tokens, bands, 0, splits)
-        if (tokens, bands) in twins:
-            for stripes in range(Cut(tokens, bands, 0).per_sm + 1):
-                yield Cut(tokens, bands, stripes, twins=True)
+                yield replace(cut, splits=splits)
+        if instance in twins:
+            for stripes in range(cut.per_sm + 1):
+                yield replace(cut, stripes=stripes, twins=True)
 
 
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     """Expected time: the CTAs of an SM share it; epilogues and reductions come on top."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
-    stage = (costs.twin_us if cut.twins else costs.stage_us)[cut.tokens, cut.bands]
+    stage = (costs.twin_us if cut.twins else costs.stage_us)[cut.instance]
     stage *= 1 + costs.busy * min(1.0, how.blocks / gpu.sms)
     if min(cut.per_sm, math.ceil(how.blocks / gpu.sms)) == 2:
         stage *= costs.together
-    size = cut.tokens * cut.bands / 32
+    size = cut.tokens * cut.outputs / (32 * 128)
     if cut.splits > 1:
-        parts, stages, meeting = 1.0, float(math.ceil(k_tiles / cut.splits)), costs.cluster_us
+        parts, stages = 1.0, float(math.ceil(k_tiles / cut.splits))
+        meeting = costs.cluster_us + costs.cluster_tile_us * size
     else:
         workers = how.blocks // 2 if cut.twins else how.blocks
         parts = math.ceil(how.whole / workers) + (tiles - how.whole) / workers
         stages, (constant, more) = parts * k_tiles, costs.meeting_us
         meeting = constant + more * size if how.sums else 0.0
-        if how.sums:
-            x_bytes = how.m_tiles * cut.tokens * k_tiles * SLICE * 2
-            stage *= 1 + costs.spread * min(1.0, x_bytes / max(1, gpu.l2_bytes))
-    return stages * stage + max(1.0, parts) * costs.tile_us * size + meeting
+    x_bytes = how.m_tiles * cut.tokens * k_tiles * SLICE * 2
+    filled = min(1.0, x_bytes / max(1, gpu.l2_bytes))  # of L2
+    stage *= 1 + costs.far * filled / (2 if cut.twins else 1)
+    if how.sums:
+        stage *= 1 + costs.spread * filled
+    own = max(1.0, parts)  # tiles whose results a CTA stores
+    epilogues = own * costs.tile_us * size + own * costs.tile_constant_us
+    return costs.launch_us + stages * stage + epilogues + meeting
 
 
 def cheapest(

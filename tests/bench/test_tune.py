@@ -25,7 +25,8 @@ def test_it_tries_the_models_choice_first_and_nothing_hopeless():
     expected = [tiles.model_us(how, 32, H200, batch.COSTS) for how in tried]
     assert expected == sorted(expected) and expected[-1] <= 2 * expected[0]
     assert len(tried) > 1
-    every = [tiles.launch(cut, 64, 4096, 32, 4224, H200) for cut in tiles.cuts()]
+    sizes = (64, 4096, 32, 4224, H200, tiles.LINES)
+    every = [tiles.launch(cut, *sizes) for cut in tiles.cuts(batch.INSTANCES)]
     left_out = {how for how in every if how} - set(tried)
     assert all(tiles.model_us(how, 32, H200, batch.COSTS) > 2 * expected[0] for how in left_out)
 

@@ -42,7 +42,7 @@ def test_every_cut(instance, scheme, dtype):
     launched = 0
     for cut in tiles.cuts([instance], batch.COSTS.clusters, batch.COSTS.twin_us):
         for m in (9, 17, cut.tokens, 2 * cut.tokens + 5):  # 9: some layers run so few here
-            how = tiles.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
+            how = batch.launch(cut, m, n, plan.k_tiles, plan.kind.record_bytes, gpu(DEVICE))
             if how is None:
                 continue
             launched += 1

@@ -31,7 +31,6 @@ HERE = Path(__file__).parent / "emulator"
 PACKAGE = Path(billfish.__file__).parent
 INCLUDE = PACKAGE / "kernels" / "include" / "billfish"
 TYPES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
-THREADS = {"stripe": stripes.THREADS, "batch": tiles.THREADS}
 ONE_ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 pytestmark = needs_compiler
@@ -68,8 +67,10 @@ def compiled(tmp_path_factory):
                 name, content = text
                 (changed / "billfish" / name).write_text(content)
                 source = changed / "billfish" / name if name == source.name else source
-            tokens, bands = arguments.split(",")[-2:]
-            threads = tile.threads(int(bands)) if file == "decode" else THREADS[file]
+            tokens, bands, *teams = map(int, arguments.split(",")[3 if file == "batch" else 4 :])
+            threads = tile.threads(bands) if file == "decode" else stripes.THREADS
+            if teams:
+                threads = Cut(tokens, bands, 0, teams=teams[0]).threads
             known[key] = compile_cpp(
                 HERE / "run.cpp",
                 folder / f"run{len(known)}",
@@ -81,6 +82,7 @@ def compiled(tmp_path_factory):
                 f"-DTHREADS={threads}",
                 f"-DTOKENS={tokens}",
                 f"-DBANDS={bands}",
+                *(f"-DTEAMS={each}" for each in teams),
                 f"-DKERNEL=w4a16_{kernel}<{arguments}>",
             )
         return known[key]
@@ -104,7 +106,7 @@ def product(
     x, cluster, whole = pad(x, (0, -k % 8)), CLUSTER, 0
     gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
     if kernel == "batch":
-        how = tiles.launch(cut, m, n, k_tiles, kind.record_bytes, gpu)
+        how = tiles.launch(cut, m, n, k_tiles, kind.record_bytes, gpu, tiles.LINES)
         tokens, bands, cluster = cut.tokens, cut.bands, cut.splits
         blocks, stages, smem, whole = how.blocks, how.stages, how.smem, how.whole
     elif kernel in ("decode", "normed"):
@@ -125,6 +127,7 @@ def product(
         smem = striped.smem_bytes(tokens, bands, kind.record_bytes)
     names = [TYPES[x.dtype], TYPES[kind.scale_dtype]][: 1 if kernel == "batch" else 2]
     names += [kind.group, str(kind.zeros).lower(), tokens, bands]
+    names += [cut.teams] if kernel == "batch" else []
     program = compiled(kernel, ",".join(map(str, names)), text)
     sizes = (m, n, x.shape[1], k_tiles, blocks, stages, smem, sms, cluster, whole)
     numbers = (seed, *sizes, int(gated), int(cut is not None and cut.twins))
@@ -181,13 +184,17 @@ BATCHES = [
     (520, 1408, W4A16(4, 128), BF16, Cut(32, 1, 2), (40,)),
     (260, 1152, W4A16(4, 128), FP16, Cut(256, 1, 1), (70,)),
     (130, 1152, W4A16(4, 128), FP16, Cut(32, 1, 0, 2), (31,)),
-    (100, 1600, W4A16(4, 64, False), BF16, Cut(96, 1, 0, 3), (80,)),
+    (100, 1600, W4A16(4, 64, False), BF16, Cut(96, 1, 0, 2), (80,)),
     (600, 328, W4A16(8, -1), FP16, Cut(32, 1, 1), (31,)),  # two planes; k ends within a tile
     (200, 640, W4A16(6, 64, False), BF16, Cut(32, 1, 0, 2), (31,)),
     (600, 1152, W4A16(4, 128), FP16, Cut(32, 1, 0, 1, True), (31, 40)),  # twins, one without bands
     (1100, 640, W4A16(4, 64, False), BF16, Cut(32, 2, 1, 1, True), (31,)),
     (700, 1152, W4A16(4, 128), FP16, Cut(64, 1, 2, 1, True), (67,)),
     (200, 640, W4A16(8, -1), BF16, Cut(96, 1, 1, 1, True), (80,)),
+    (400, 1152, W4A16(4, 128), FP16, Cut(48, 1, 0, teams=3), (80,)),
+    (1000, 1152, W4A16(4, 64, False), BF16, Cut(80, 1, 1, teams=3), (67,)),
+    (300, 1152, W4A16(4, 32), FP16, Cut(112, 1, 0, 2, teams=3), (80,)),
+    (1000, 1152, W4A16(4, 128), FP16, Cut(32, 1, 1, 1, True, 3), (31,)),
 ]
 
 
@@ -207,7 +214,7 @@ def planes(scheme, tensors):
 
 @pytest.mark.parametrize(
     "case",
-    some(BATCHES, 0, 1, 3, 4, 5, 6, 7, 10, 11, 13),
+    some(BATCHES, 0, 1, 3, 4, 5, 6, 7, 10, 11, 13, 17, 18),
     ids=lambda case: f"{case[0]}x{case[1]}-{case[4] or 'stripe'}",
 )
 def test_batches(case, compiled):
@@ -295,7 +302,7 @@ MISTAKES = [
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("batch: decoded", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),
-    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("batch: tiles", r"while \(load_acquire\(flags - i \* kWarps\) == 0\) {}", ";"),
     (
         "stripe: striped",
         r"wait_copies<Stage::kStages - 2>\(\);",

@@ -133,11 +133,12 @@ def batches():
     yield "sizeof(TensorMap)", 128
     yield "kXLine", 2 * tensor_map.BOX_COLUMNS
     for ((group, zeros), size), cut in itertools.product(records(), CUTS):
-        how = tiles.launch(cut, 300, 8192, 64, size, H200)
-        yield f"two_fit({cut.tokens}, {cut.bands}) + 1", cut.per_sm
+        how = batch.launch(cut, 300, 8192, 64, size, H200)
+        yield f"{cut.teams} == 2 && two_fit({cut.tokens}, {cut.bands}) ? 2 : 1", cut.per_sm
         if how is not None:
-            stage = f"DecodedStage<{group}, {zeros}, {cut.tokens}, {cut.bands}>::kBytes"
-            yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
+            bands, lines = cut.teams * cut.bands, f"result_buffers({cut.tokens}) * kResultBytes"
+            stage = f"DecodedStage<{group}, {zeros}, {cut.tokens}, {bands}>::kBytes"
+            yield f"kBatchBarrierBytes + {how.stages} * {stage} + {cut.teams} * {lines}", how.smem
 
 
 def panel():
@@ -286,7 +287,8 @@ def experts_batch():
     yield "kLeastStripe", tiles.LEAST_STRIPE
     for ((group, zeros), size), pairs in itertools.product(records(), (2000, 6000, 10000, 32768)):
         how, _ = experts_tile.many(pairs, 128, ((1536, 16), (2048, 6)), size, H200)
-        stage = f"DecodedStage<{group}, {zeros}, {how.cut.tokens}, {how.cut.bands}>::kBytes"
+        bands = how.cut.teams * how.cut.bands
+        stage = f"DecodedStage<{group}, {zeros}, {how.cut.tokens}, {bands}>::kBytes"
         yield f"kBatchBarrierBytes + {how.stages} * {stage} + 8 * kTurnBytes", how.smem
 
 

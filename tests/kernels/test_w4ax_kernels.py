@@ -351,7 +351,7 @@ MISTAKES = [
     ("decode", r"half \* 2 \+ brick, lane", "half * 2, lane"),
     ("batch", r"\(k64 \* 64 \+ step \* 32\) / 16", "(k64 * 64 + step * 16) / 16"),
     ("batch", r"j % 2 \? two\.z : two\.x", "two.x"),
-    ("batch: tiles", r"while \(load_acquire\(flags - i \* 8\) == 0\) {}", ";"),
+    ("batch: tiles", r"while \(load_acquire\(flags - i \* kWarps\) == 0\) {}", ";"),
     ("cluster", r"cluster_wait\(\);\n            const int rank", "const int rank"),
     ("cluster: tiles", r"k_tiles \* rank / splits", "k_tiles * rank / splits / 2"),
     ("decode: bytes: asym", r"byte % 4 \* 0x1111", "byte % 4"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -31,9 +32,11 @@ def test_every_launch_fits(gpu, n, k_tiles):
                 assert how.cluster == (2 if cut.twins else cut.splits)
                 assert how.blocks % how.cluster == 0
                 # batch.cuh: barriers, stages of x and records on multiples of 1 KB, places to turn
-                stage = math.ceil((cut.tokens * 256 + 2 * cut.bands * record) / 1024) * 1024
+                records = cut.teams * cut.bands * record
+                stage = math.ceil((cut.tokens * 256 + records) / 1024) * 1024
                 assert 2 <= how.stages <= 8
-                assert how.smem == 1024 + how.stages * stage + 8 * 768
+                lines = 16 * 144 * (2 if cut.tokens < 256 else 1)  # of a team
+                assert how.smem == 1024 + how.stages * stage + cut.teams * lines
                 assert cut.per_sm * (how.smem + 1024) <= gpu.smem_per_sm
                 assert how.smem <= how.asked <= gpu.smem_per_block
                 crowds = 2 * (how.asked + 1024) <= gpu.smem_per_sm
@@ -63,7 +66,7 @@ def stripes(how, k_tiles):
 def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_tiles):
     for cut in tiles.cuts(twins=tiles.INSTANCES):
         for m in (17, 100, 1000):
-            how = tiles.launch(cut, m, n, k_tiles, 4224, gpu)
+            how = batch.launch(cut, m, n, k_tiles, 4224, gpu)
             if how is None:
                 continue
             of_tile = {}
@@ -79,14 +82,14 @@ def test_parts_cover_every_tile_and_nobody_waits_for_a_later_block(gpu, n, k_til
 
 
 def test_stripes_are_as_long_for_all():
-    how = tiles.launch(Cut(128, 1, 1), 128, 10240, 64, 4224, H200)  # 80 tiles, 132 SMs
+    how = batch.launch(Cut(128, 1, 1), 128, 10240, 64, 4224, H200)  # 80 tiles, 132 SMs
     work = [0] * how.blocks
     for block, _, _, count in stripes(how, 64):
         work[block] += count
     assert how.blocks == 132 and max(work) - min(work) <= 1
-    even = tiles.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
+    even = batch.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
     assert even.blocks == 128 and {count for *_, count in stripes(even, 64)} == {32}
-    assert tiles.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
+    assert batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
 
 
 def test_invariant_parts_do_not_depend_on_m():
@@ -99,18 +102,40 @@ def test_invariant_parts_do_not_depend_on_m():
 
 
 def test_the_model_counts_waves_and_meetings():
-    one = tiles.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
-    more = tiles.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
-    assert tiles.model_us(one, 32, OTHER, batch.COSTS) == 2 * tiles.model_us(
-        more, 32, OTHER, batch.COSTS
-    )
-    split = tiles.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
-    assert tiles.model_us(more, 32, OTHER, batch.COSTS) < tiles.model_us(
-        split, 32, OTHER, batch.COSTS
-    )
-    assert tiles.model_us(split, 32, OTHER, batch.COSTS) < tiles.model_us(
-        one, 32, OTHER, batch.COSTS
-    )
+    one = batch.launch(Cut(128, 1, 0), 128, 128 * 132, 32, 4224, OTHER)
+    more = batch.launch(Cut(128, 1, 0), 128, 128 * 114, 32, 4224, OTHER)
+    split = batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, OTHER)
+    us = {how: tiles.model_us(how, 32, OTHER, batch.COSTS) for how in (one, more, split)}
+    rest = batch.COSTS.launch_us
+    assert us[one] - rest == pytest.approx(2 * (us[more] - rest))
+    assert us[more] < us[split] < us[one]
+
+
+def test_the_model_lets_twins_share_x():
+    """As much as L2 holds: 2 CTAs that fetch x for each other wait for less of it."""
+    sizes = (2048, 28672, 64, 4224, H200)
+    alone, shared = (batch.launch(Cut(128, 1, 0, twins=each), *sizes) for each in (False, True))
+    costs = replace(batch.COSTS, twin_us=batch.COSTS.stage_us)
+    near = replace(costs, far=0.0)
+    times = [
+        tiles.model_us(how, 64, H200, each) for each in (near, costs) for how in (alone, shared)
+    ]
+    assert times[0] == times[1] < times[3] < times[2]
+
+
+def test_stages_take_longer_with_more_tokens_and_outputs():
+    known = batch.COSTS.stage_us
+    for one, us in known.items():
+        for other, more in known.items():
+            if one != other and all(a <= b for a, b in zip(both(one), both(other), strict=True)):
+                assert us < more, (one, other)
+    assert all(batch.COSTS.twin_us[each] > us for each, us in known.items())
+
+
+def both(instance):
+    """Tokens, and bands of all teams."""
+    cut = next(tiles.cuts([instance]))
+    return cut.tokens, cut.outputs
 
 
 def test_small_layers_are_split_and_large_ones_take_large_tiles():
@@ -128,12 +153,12 @@ def test_measured_layers_get_what_was_measured():
             for m, cut in layer["cuts"].items():
                 how = batch.pick(int(m), layer["n"], math.ceil(layer["k"] / 128), 4224, gpu)
                 assert how.cut == Cut(*cut)
-                assert (how.cut.tokens, how.cut.bands) in batch.INSTANCES  # an instance there is
+                assert how.cut.instance in batch.INSTANCES
 
 
 def test_between_measured_tokens_the_next_more_counts():
     known = batch.table()["NVIDIA H200", 8192, 64]
-    assert batch.pick(40, 8192, 64, 4224, H200).cut == known[64]
+    assert batch.pick(40, 8192, 64, 4224, H200).cut == known[48]
     assert batch.pick(2000, 8192, 64, 4224, H200).cut in set(
         tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us)
     )
@@ -145,7 +170,7 @@ def test_a_measured_neighbour_does_not_leave_tiles_half_empty():
     assert known[1024].tokens == 256
     how = batch.pick(520, 37888, 28, 4224, H200)
     assert how.cut.tokens < 256
-    taken = tiles.launch(known[1024], 520, 37888, 28, 4224, H200)
+    taken = batch.launch(known[1024], 520, 37888, 28, 4224, H200)
     assert tiles.model_us(how, 28, H200, batch.COSTS) < batch.OVERRULES * tiles.model_us(
         taken, 28, H200, batch.COSTS
     )

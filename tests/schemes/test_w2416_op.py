@@ -224,7 +224,7 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
                 elif kernel == "batch":
                     stages, stage, _, gates = arguments[-4:]
                     assert gates == gated and pdl and cluster == 1
-                    assert smem == 1024 + stages * stage + tiles.TURN_BYTES
+                    assert smem == 1024 + stages * stage + tiles.TEAMS * tiles.TURN_BYTES
                     assert arguments[1][:2] == (m, inputs)
                 else:
                     assert grid == (packed.shape.tiles, 96) and smem == plan.PANEL_SMEM

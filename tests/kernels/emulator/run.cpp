@@ -29,15 +29,15 @@ int main(int, char** arguments) {
     }
     const u16* bias_at = bias.size() > 16 ? (const u16*)bias.data() : nullptr;
     std::vector<u16> out(results + 64, 0xfffe);
-    std::vector<float> workspace(max(grid, sms) * 256 * 128, NAN);
-    std::vector<u32> locks(max(grid, sms) * 8, 0);
+    std::vector<float> workspace(max(grid, sms) * THREADS * 128, NAN);
+    std::vector<u32> locks(max(grid, sms) * THREADS / 32, 0);
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
 #ifdef STRIPE
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), workspace.data(), locks.data(),
                m, n, x_k, k_tiles);
 #elif defined BATCH
-        const int wide = 128 * BANDS << twins;
+        const int wide = 64 * TEAMS * BANDS << twins;
         const TensorMap map{(const u16*)x.data(), m, x_k, TOKENS};
         KERNEL(records.data(), map, bias_at, out.data(), workspace.data(), locks.data(), m, n,
                (m + TOKENS - 1) / TOKENS, (n + wide - 1) / wide, k_tiles, (x_k + 127) / 128, whole, cluster, twins,

@@ -8,11 +8,11 @@
 namespace billfish {
 
 // One stage of the ring: 128 inputs. x first: the swizzle needs an alignment of 1024 bytes.
-template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
+template <int kGroup, bool kAsymmetric, int kTokens, int kTileBands>
 struct DecodedStage {
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
     static constexpr int kRecords = x_bytes(kTokens);  // byte offset
-    static constexpr int kBytes = (kRecords + kTeams * kBands * kRecordBytes + 1023) / 1024 * 1024;
+    static constexpr int kBytes = (kRecords + kTileBands * kRecordBytes + 1023) / 1024 * 1024;
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -39,11 +39,11 @@ struct Grain {
 
 // acc += a team's kBands x 64 outputs of `count` stages, from `slot` on; frees their slots. While
 // the tensor cores multiply 64 inputs of a band, the weights of the next 64 are decoded.
-template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+template <class T, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kOwnTeams = kTeams>
 BILLFISH_DEVICE void multiply_tile(float (&acc)[kBands][kTokens / 2], Slot& slot, int count,
                                    int stages, BatchPlaces places, int thread,
                                    bool twins = false) {
-    using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kBands>;
+    using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kOwnTeams * kBands>;
     using R = Record<kGroup, kAsymmetric>;
     const int team = thread / kTeamThreads, warp = thread / 32 % 4, lane = thread % 32;
     // From a barrier here to that of block `lane`: twins fetch for each other. Made beforehand, as

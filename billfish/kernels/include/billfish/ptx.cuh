@@ -380,6 +380,13 @@ BILLFISH_DEVICE void store_remote(u32 to, float a, float b, u32 barrier) {
         ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
 }
 
+// The same of 16 bytes.
+BILLFISH_DEVICE void store_remote(u32 to, float a, float b, float c, float d, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4},"
+        " [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
+}
+
 // -- time
 
 BILLFISH_DEVICE u64 nanoseconds() {

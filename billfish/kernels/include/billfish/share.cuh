@@ -66,13 +66,16 @@ struct PairedShare : Share {
     }
 };
 
-// A math warp: slice `sub` of a stage, the `within`-th 32 outputs. Recomputed like Share.
-template <int kWarpsN, int kFirstMathWarp>
+// A math warp: slice `sub` of a stage, the `within`-th 32 outputs. Recomputed like Share. kTurned:
+// where a stage has three bands of four, the warps without work are on other quarters of the SM in
+// one half of the clusters than in the other, of which an SM has one each (8192 x 57344: -1 %).
+template <int kWarpsN, int kFirstMathWarp, bool kTurned = false>
 struct Worker {
     int lane, index, sub, within, band;
     BILLFISH_DEVICE Worker() {
         const int thread = thread_index() - 32 * kFirstMathWarp;
         lane = thread % 32, index = thread / 32;
+        if (kTurned && cluster_index() >= cluster_count() / 2) index = (index + 2) % kMathWarps;
         sub = index / kWarpsN, within = index % kWarpsN, band = within / 2;
     }
 };

@@ -11,7 +11,7 @@
 namespace billfish {
 
 constexpr int kTeamThreads = 128;  // a warpgroup
-constexpr int kTeams = 2;          // warpgroups that multiply
+constexpr int kTeams = 2;          // warpgroups that multiply, where a kernel has no other number
 constexpr int kBatchThreads = (1 + kTeams) * kTeamThreads;
 
 // Whether two blocks fit on an SM: one may belong to the next kernel and prefetch its weights.
@@ -25,10 +25,19 @@ struct BatchPlaces {
     u32 base;
     BILLFISH_DEVICE u32 full(int slot) const { return base + 8 * slot; }
     BILLFISH_DEVICE u32 empty(int slot) const { return base + 8 * kMostBatchStages + 8 * slot; }
+    BILLFISH_DEVICE u32 met() const { return base + 16 * kMostBatchStages; }
     BILLFISH_DEVICE u32 ring() const { return base + kBatchBarrierBytes; }
 };
 
 constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 bytes: no bank conflicts
+
+// a / b, for 0 <= a < 2^24 and 0 < b: a division of integers takes some 200 clocks, and there are
+// several between a tile's last product and its results.
+BILLFISH_DEVICE int quotient(int a, int b) {
+    const int q = static_cast<float>(a) * reciprocal_fast(static_cast<float>(b));  // off by one
+    const int rest = a - q * b;
+    return q + (rest >= b) - (rest < 0);
+}
 
 // A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
 // every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
@@ -49,12 +58,12 @@ struct Walk {
     // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
         const int blocks = all(), which = blocks - 1 - own() + behind;
-        const int units = (tiles - whole) * k_tiles, each = units / blocks;
+        const int units = (tiles - whole) * k_tiles, each = quotient(units, blocks);
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
     BILLFISH_DEVICE int whole_parts() const {
         const int blocks = all(), index = own();
-        return index < whole ? (whole - index + blocks - 1) / blocks : 0;
+        return index < whole ? quotient(whole - index + blocks - 1, blocks) : 0;
     }
     BILLFISH_DEVICE bool next() {
         const int of_stripe = ++part - whole_parts();
@@ -63,7 +72,7 @@ struct Walk {
             return true;
         }
         const int begin = stripe(0), end = stripe(1);
-        tile = begin / k_tiles + of_stripe;
+        tile = quotient(begin, k_tiles) + of_stripe;
         first = max(begin - tile * k_tiles, 0);
         count = min(k_tiles, end - tile * k_tiles) - first;
         return count > 0;
@@ -92,9 +101,10 @@ constexpr int kAbreast = 8;
 struct TilePlace {
     int m_tile, n_tile;
     BILLFISH_DEVICE TilePlace(int tile, int m_tiles, int n_tiles) {
-        const int strip = tile / (kAbreast * n_tiles), rest = tile - strip * kAbreast * n_tiles;
+        const int strip = quotient(tile, kAbreast * n_tiles);
+        const int rest = tile - strip * kAbreast * n_tiles;
         const int rows = min(kAbreast, m_tiles - strip * kAbreast);
-        n_tile = rest / rows, m_tile = strip * kAbreast + rest - n_tile * rows;
+        n_tile = quotient(rest, rows), m_tile = strip * kAbreast + rest - n_tile * rows;
     }
 };
 
@@ -161,7 +171,7 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
 
 // Producer of the block's records, up to `stages` ahead; one thread. It sets the bytes that a
 // stage's barrier expects, those of x included: x is first in a stage, records begin at kRecords.
-template <class Stage, int kBands, class AnyWalk>
+template <class Stage, int kTileBands, class AnyWalk>
 BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m_tiles, int n_tiles,
                                   AnyWalk walk, int stages, BatchPlaces places,
                                   bool twins = false) {
@@ -170,8 +180,8 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
 #pragma unroll 1
     while (walk.next()) {
         const int tile = own_tile(TilePlace(walk.tile, m_tiles, n_tiles).n_tile, twins);
-        const int band = tile * kTeams * kBands;
-        const int here = max(0, min(kTeams * kBands, bands - band));  // of a last twin maybe none
+        const int band = tile * kTileBands;
+        const int here = max(0, min(kTileBands, bands - band));  // of a last twin maybe none
         const unsigned char* from =
             records + (static_cast<u64>(band) * walk.k_tiles + walk.first) * Stage::kRecordBytes;
 #pragma unroll 1
@@ -233,19 +243,20 @@ BILLFISH_DEVICE void store_results(const float (&acc)[kTokens / 2], const u16* b
     }
 }
 
-// Split-K workspace: partial sums of tiles, of each block kSums / 4 x 256 threads x 16 bytes, and a
+// Split-K workspace: partial sums of tiles, of each block kSums / 4 x kThreads x 16 bytes, and a
 // flag for each warp, which waits only for the same warp of another block. V: float, or u32.
-template <int kSums, class V = float>
+template <int kSums, class V = float, int kThreads = kTeams * kTeamThreads>
 struct MeetingPlace {
+    static constexpr int kWarps = kThreads / 32;
     V* sums;
     u32* flags;
     BILLFISH_DEVICE MeetingPlace(V* workspace, u32* locks, u32 block, int thread)
-        : sums(workspace + static_cast<u64>(block) * kSums * 256 + thread * 4),
-          flags(locks + block * 8 + thread / 32) {}
+        : sums(workspace + static_cast<u64>(block) * kSums * kThreads + thread * 4),
+          flags(locks + block * kWarps + thread / 32) {}
     BILLFISH_DEVICE void leave(const V* acc, int lane) {
 #pragma unroll
         for (int i = 0; i < kSums; i += 4)
-            store_global_16(sums + i * 256, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+            store_global_16(sums + i * kThreads, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
         __syncwarp();
         if (lane == 0) store_release(flags, 1);
     }
@@ -253,20 +264,20 @@ struct MeetingPlace {
     BILLFISH_DEVICE void collect(V* acc, int others, int lane) {
         constexpr int kAtOnce = kSums <= 16 ? 4 : 1;
         for (int i = lane + 1; i <= others; i += 32)
-            while (load_acquire(flags - i * 8) == 0) {}
+            while (load_acquire(flags - i * kWarps) == 0) {}
         __syncwarp();
         const V* from = sums;
 #pragma unroll kAtOnce
         for (int i = 0; i < others; ++i) {
-            from -= kSums * 256;
+            from -= kSums * kThreads;
 #pragma unroll
             for (int j = 0; j < kSums; j += 4) {
-                const auto v = load_global_16(from + j * 256);
+                const auto v = load_global_16(from + j * kThreads);
                 acc[j] += v.x, acc[j + 1] += v.y, acc[j + 2] += v.z, acc[j + 3] += v.w;
             }
         }
         __syncwarp();
-        for (int i = lane + 1; i <= others; i += 32) flags[-i * 8] = 0;
+        for (int i = lane + 1; i <= others; i += 32) flags[-i * kWarps] = 0;
     }
 };
 

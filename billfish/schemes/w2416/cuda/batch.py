@@ -70,7 +70,7 @@ class Launcher:
             order.launch(grid, ORDER_THREADS, given, pdl=True)
             sums = locks = 0
             if chosen.sums:
-                left = workspace.of_stream(index, chosen.sums, chosen.blocks * tiles.FLAGS)
+                left = workspace.of_stream(index, chosen.sums, chosen.flags)
                 sums, locks = left[0].data_ptr(), left[1].data_ptr()
             arguments = (
                 records.data_ptr(),

@@ -80,7 +80,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = Sums<kTokens, kBands>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
-    using Me = Worker<kBands * 2, kFirstMathWarp>;
+    using Me = Worker<kBands * 2, kFirstMathWarp, true>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
 
     extern __shared__ __align__(128) unsigned char smem[];

@@ -125,7 +125,7 @@ class ExpertsPlan:
     ) -> Tensor:
         """A row for each pair, at the pair's place."""
         pairs, sums = len(x), how.blocks * how.cut.tokens * how.cut.outputs
-        left = workspace.of_stream(self.gpu.index, sums, how.blocks * tiles.FLAGS)
+        left = workspace.of_stream(self.gpu.index, sums, how.flags)
         out = x.new_empty(pairs, stack.n // 2 if gated else stack.n)
         rows = tensor_map.of_rows(x.data_ptr(), pairs, stack.k, how.cut.tokens)
         arguments = (

@@ -53,7 +53,7 @@ w4a16_experts_batch(const unsigned char* __restrict__ records, const __grid_cons
                     u32* __restrict__ locks, int n, int n_tiles, int k_tiles, int stages,
                     bool known, bool gated) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kBands>;
+    using Stage = DecodedStage<kGroup, kAsymmetric, kTokens, kTeams * kBands>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const BatchPlaces places{smem_address(smem)};
     if (threadIdx.x == 0) {

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from billfish.kernels import clusters, striped
+from billfish.kernels import clusters, striped, tiles
 from billfish.kernels.device import capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
@@ -58,8 +58,9 @@ def normed_kernel(kind: Kind, dtype: torch.dtype, bands: int) -> Kernel:
 
 
 @functools.cache
-def batch_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
-    return _kernel("batch", kind, dtype, tokens, bands)
+def batch_kernel(kind: Kind, dtype: torch.dtype, instance: tiles.Instance) -> Kernel:
+    teams = () if len(instance) > 2 else (tiles.TEAMS,)
+    return _kernel("batch", kind, dtype, *instance, *teams)
 
 
 @functools.cache
@@ -121,5 +122,5 @@ def programs(
     if runs_norms(kind, dtype, arch):
         kernels += [normed_kernel(kind, dtype, bands) for bands in (1, 2, 4)]
     if runs_batches(kind, dtype, arch):
-        kernels += [batch_kernel(kind, dtype, *instance) for instance in batch.INSTANCES]
+        kernels += [batch_kernel(kind, dtype, instance) for instance in batch.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

@@ -58,10 +58,10 @@ class Plan:
         self.normed = normed.launches(index, n, k, kind, dtype)
         self.gpu, self.cuts = gpu(index), dict[tuple[int, bool], tiles.Launch]()
         self.paths: dict[tuple[int, bool, bool], Path] = {}
-        self.batches: dict[tuple[int, int], Loaded] = {}
+        self.batches: dict[tiles.Instance, Loaded] = {}
         if runs_batches(kind, dtype, self.gpu.arch):
             for instance in batch.INSTANCES:
-                self.batches[instance] = batch_kernel(kind, dtype, *instance).load(index)
+                self.batches[instance] = batch_kernel(kind, dtype, instance).load(index)
 
     def batch(
         self,
@@ -82,7 +82,7 @@ class Plan:
         rows = tensor_map.of_rows(x.data_ptr(), m, self.k + -self.k % 8, cut.tokens)
         sums = locks = 0
         if how.sums:
-            left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+            left = workspace.of_stream(index, how.sums, how.flags)
             sums, locks = left[0].data_ptr(), left[1].data_ptr()
         arguments = (
             records.data_ptr(),
@@ -104,8 +104,8 @@ class Plan:
             how.early,
             gated,
         )
-        kernel = self.batches[cut.tokens, cut.bands]
-        kernel.launch(how.blocks, tiles.THREADS, arguments, how.asked, how.cluster, True)
+        kernel = self.batches[cut.instance]
+        kernel.launch(how.blocks, cut.threads, arguments, how.asked, how.cluster, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))

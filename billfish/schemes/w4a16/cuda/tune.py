@@ -24,8 +24,8 @@ HOPELESS = 2.0  # times the shortest time that the cost model expects
 SCHEME, DTYPE = W4A16(4, 128), torch.float16
 TABLE = batch.TABLE
 MEASURED = (
-    "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes, splits, twins], us of "
-    "the fastest"
+    "4 bit, group 128, symmetric, fp16; cuts are [tokens, bands, stripes, splits, twins, teams if "
+    "three], us of the fastest"
 )
 
 
@@ -41,7 +41,7 @@ def check(rows: tuple[int, ...]) -> None:
 def worth_trying(m: int, n: int, k_tiles: int, record_bytes: int, card: Any) -> list[tiles.Launch]:
     """Configurations that fit and are not hopeless by the cost model, the most promising first."""
     fit = (
-        tiles.launch(cut, m, n, k_tiles, record_bytes, card)
+        batch.launch(cut, m, n, k_tiles, record_bytes, card)
         for cut in tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us)
     )
     found = sorted(
@@ -76,6 +76,7 @@ def search_layer(
         for how in worth_trying(m, n, how_it_runs.k_tiles, how_it_runs.kind.record_bytes, found):
             cut = how.cut
             numbers = [cut.tokens, cut.bands, cut.stripes, cut.splits, cut.twins]
+            numbers += [cut.teams] if cut.teams != tiles.TEAMS else []
             say(f"{k} x {n}, m = {m}: {numbers}")
             how_it_runs.cuts[m, False] = how
             how_it_runs.paths.clear()

@@ -65,7 +65,8 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
-            copy_records<Stage, kBands>(records, bands, m_tiles, n_tiles, walk, stages, places);
+            copy_records<Stage, kTeams * kBands>(records, bands, m_tiles, n_tiles, walk, stages,
+                                                 places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);

@@ -58,7 +58,7 @@ class Plan:
             bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
             kind = (dtype, shape.scale_dtype, shape.record_group)
             self.few[m] = decode_kernel(*kind, m, bands).load(index)
-        self.batches = dict[tuple[int, int], Loaded]()
+        self.batches = dict[tiles.Instance, Loaded]()
         if dtype == shape.scale_dtype:
             for instance in INSTANCES:
                 kernel = batch_kernel(dtype, shape.record_group, *instance)
@@ -116,7 +116,7 @@ class Plan:
             x = self._rows(x)
             sums = locks = 0
             if how.sums:
-                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+                left = workspace.of_stream(index, how.sums, how.flags)
                 sums, locks = left[0].data_ptr(), left[1].data_ptr()
             arguments = (
                 records.data_ptr(),

@@ -103,8 +103,8 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
     if (threadIdx.x < kTeamThreads) {
         give_registers<two_fit(kTokens, kBands) ? 32 : 40>();
         if (threadIdx.x == 0) {
-            copy_records<Stage, kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles, n_tiles,
-                                        walk, stages, places);
+            copy_records<Stage, kTeams * kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
+                                                 n_tiles, walk, stages, places);
         } else if (threadIdx.x == 32) {
             dependency_wait();
             copy_x<kTokens, 1>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places);

@@ -114,7 +114,7 @@ class Plan:
         ) -> None:
             sums = locks = 0
             if how.sums:
-                left = workspace.of_stream(index, how.sums, how.blocks * tiles.FLAGS)
+                left = workspace.of_stream(index, how.sums, how.flags)
                 sums, locks = left[0].data_ptr(), left[1].data_ptr()
             arguments = (
                 records.data_ptr(),

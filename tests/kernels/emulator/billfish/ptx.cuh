@@ -141,6 +141,10 @@ inline uint4 load_cluster_16(u32 address) { return read<uint4>(address); }
 inline void store_remote(u32 to, float a, float b, u32 barrier) {
     begin_remote(to, a, b, barrier_at(barrier));
 }
+inline void store_remote(u32 to, float a, float b, float c, float d, u32 barrier) {
+    begin_remote(to, a, b, barrier_at(barrier));
+    begin_remote(to + 8, c, d, barrier_at(barrier));
+}
 
 inline u64 nanoseconds() { static u64 now = 0; return now += 100; }
 inline void sleep_nanoseconds(u32) { yield(); }
