@@ -92,11 +92,11 @@ def test_few_tokens_are_kept_where_the_kernel_of_few_is_slower(us, taken, monkey
 def test_few_tokens_that_the_table_has():
     """Down-projections of Qwen2.5 7B and 32B."""
     for n, k_tiles in ((3584, 148), (5120, 216)):
-        assert [batch.takes_few(m, n, k_tiles, H200) for m in (8, 9, 16, 17)] == [0, 1, 1, 0]
+        assert [batch.takes_few(m, n, k_tiles, 4224, H200) for m in (8, 9, 16, 17)] == [0, 1, 1, 0]
         assert (
             batch.pick(12, n, k_tiles, 4224, H200).cut == batch.table()[H200.name, n, k_tiles][16]
         )
-    assert not batch.takes_few(16, 4096, 32, H200)
+    assert not batch.takes_few(16, 4096, 32, 4224, H200)
 
 
 @pytest.mark.parametrize("rows", [(8,), (32, 4)])

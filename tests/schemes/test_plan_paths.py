@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from billfish.errors import UserError
+from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch, plan
 from billfish.schemes.w4a16.cuda.gated import order
 from billfish.schemes.w4a16.cuda.plan import Plan
@@ -23,8 +24,12 @@ class Layer:
         self.weight = torch.randn(N, k, generator=torch.Generator().manual_seed(0))
         made = self.plan = object.__new__(Plan)
         made.n, made.k, made.dtype, made.bands = N, k, torch.float32, 1
-        made.k_tiles, made.gpu, made.cuts = planes, SimpleNamespace(name="a GPU"), {}
-        made.kind = SimpleNamespace(scale_dtype=torch.float16, planes=planes)
+        made.k_tiles, made.gpu, made.cuts = (
+            planes,
+            Gpu(0, "a GPU", "sm_90a", 132, 232448, 233472, 0),
+            {},
+        )
+        made.kind = SimpleNamespace(scale_dtype=torch.float16, planes=planes, record_bytes=4224)
         made.few = {tokens: self.kernel(f"few{tokens}") for tokens in few}
         made.most, made.batches, made.paths = max(few), batches, {}
         made.batch = lambda x, records, bias, out, m, invariant, gated: self.kernel(

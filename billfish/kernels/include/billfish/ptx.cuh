@@ -300,6 +300,11 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
+// A map is fetched when it is first used, unless it was asked for before.
+BILLFISH_DEVICE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // The box at `column`, `row`; zeros outside the tensor.
 BILLFISH_DEVICE void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(

@@ -72,6 +72,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             copy_records<Stage, kOwnTeams * kBands>(records, (n + kRecordN - 1) / kRecordN, m_tiles,
                                                     n_tiles, walk, stages, places, twins);
         } else if (threadIdx.x == 32) {
+            prefetch_map(x);
             dependency_wait();
             copy_x<kTokens>(x, m_tiles, n_tiles, walk, stages, Stage::kBytes, places,
                             x_tiles, twins);

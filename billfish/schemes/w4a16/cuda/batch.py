@@ -15,13 +15,17 @@ from billfish.kernels import tiles
 from billfish.kernels.clusters import MOST_TOKENS
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import LEAST_STRIPE, TEAMS, Costs, Cut, Instance, Launch, model_us
+from billfish.schemes.w4a16.cuda import tile
 
 launch = functools.partial(tiles.launch, held=tiles.LINES)
 cheapest = functools.partial(tiles.cheapest, held=tiles.LINES)
 
-# Beside all 38 that a search on an H200 timed, these lose 0.1 % on average and 7 % at most, in 20
-# layers with 24 to 1024 tokens. Each takes 0.4 s to compile.
+# Beside all 38 that a search on an H200 timed, before results were stored as lines, these lost
+# 0.1 % on average and 7 % at most, in 20 layers with 24 to 1024 tokens. Now (224, 1), (128, 2) and
+# (144, 1, 3) beside them would gain 1.4 % at most. Each takes 0.4 s to compile. Those of 16 tokens
+# are for 9 to 16, where w4a16_decode is slower.
 INSTANCES: tuple[Instance, ...] = (
+    *((16, 1), (16, 2), (16, 1, 3), (16, 2, 3)),
     *((32, 1), (48, 1), (64, 1), (80, 1), (96, 1), (112, 1), (128, 1)),
     *((160, 1), (192, 1), (208, 1), (256, 1)),
     *((32, 2), (48, 2), (64, 2)),
@@ -32,45 +36,64 @@ INSTANCES: tuple[Instance, ...] = (
 def stage_us(tokens: int, bands: int, teams: int = TEAMS) -> float:
     """Tensor cores multiply while others decode: the longer of both, and a bit more where they are
     alike. At 1.8 GHz tensor cores take 0.0022 us a token and band, but clocks fall under load."""
-    multiply = 0.00169 * tokens * bands * teams
-    decode = 0.0594 + 0.115 * bands * teams
+    multiply = 0.00181 * tokens * bands * teams
+    decode = 0.0573 + 0.118 * bands * teams
     return float((multiply**4 + decode**4) ** 0.25)
 
 
 # Fitted to the search (docs/bench/h200-tiles-w4a16.json), so that the choice loses little to the
-# best. Of five layers that it was not fitted to, four times, with 24 to 1024 tokens it loses 0 % in
-# the median, 2.3 % on average and 18 % at most; timings themselves differ by 5 %.
+# best. Of five layers that it was not fitted to, four times, with 24 to 1024 tokens it loses 0.3 %
+# in the median, 2.1 % on average and 22 % at most; short timings beside longer ones scatter by 3 %
+# in the median, and by 11 % or more for a tenth of the layers and tokens. Twins are as fast as
+# others in the median.
 COSTS = Costs(
     {each: stage_us(*each) for each in INSTANCES},
-    together=2.38,
-    busy=0.563,
-    tile_us=0.686,
-    meeting_us=(1.36, 0.806),
-    cluster_us=0.401,
-    cluster_tile_us=0.176,
-    tile_constant_us=0.322,
-    launch_us=1.92,
+    together=2.37,
+    busy=0.505,
+    tile_us=0.88,
+    meeting_us=(1.51, 0.623),
+    cluster_us=0.28,
+    cluster_tile_us=0.115,
+    tile_constant_us=0.371,
+    launch_us=1.25,
     clusters=(2,),
-    twin_us={each: 1.02 * stage_us(*each) for each in INSTANCES},
-    spread=0.0896,
-    far=0.076,
+    twin_us={each: stage_us(*each) for each in INSTANCES},
+    spread=0.0889,
+    far=0.0676,
 )
 MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 # the model overrules a measurement for another m if it expects less than this share
 OVERRULES = 0.83
 FEWEST = 9  # tokens: with 8 w4a16_decode was faster on all 20 layers of tuned.json
+# In other layers than the table's, at least as large as its smallest, w4a16_batch is taken if its
+# expected time is less than this share of w4a16_decode's: none of the table's would lose by it.
+SURELY, SMALLEST = 0.95, 3584 * 3584
 LARGE = 1024  # tokens; the most that was measured counts for more
 # Choices are made for multiples of so many tokens, as tiles are, and of more beyond MANY.
 STEP, MANY, LARGE_STEP = 16, 512, 64
 TABLE = Path(__file__).parent / "tuned.json"
 
 
-def takes_few(m: int, n: int, k_tiles: int, gpu: Gpu) -> bool:
-    """Whether as few tokens as w4a16_decode takes run here: the table has them where they were
-    measured to be faster: 27648 x 5120 takes w4a16_decode 36.7 us with 16 tokens, as 14 of its 66
-    clusters have two bands of outputs and the others one, and w4a16_batch 29.8 us with 24."""
-    known = table().get((gpu.name, n, k_tiles), {})
-    return m >= FEWEST and any(m <= each <= MOST_TOKENS for each in known)
+def takes_few(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> bool:
+    """Whether as few tokens as w4a16_decode takes run here: where they were measured to be faster,
+    or in other layers are expected to be. 27648 x 5120 takes w4a16_decode 38.1 us with 16 tokens,
+    as 14 of its 66 clusters have two bands of outputs and the others one, and w4a16_batch 27.4."""
+    if not FEWEST <= m <= MOST_TOKENS:
+        return False
+    known = table().get((gpu.name, n, k_tiles))
+    if known is not None:
+        return any(m <= each <= MOST_TOKENS for each in known)
+    return _expected_faster(n, k_tiles, record_bytes, gpu)
+
+
+@functools.cache
+def _expected_faster(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> bool:
+    if n * k_tiles * BRICK_K < SMALLEST:
+        return False
+    best = cheapest(MOST_TOKENS, n, k_tiles, record_bytes, gpu, COSTS)
+    assert best is not None, "one always fits in a Hopper SM"
+    few = tile.expected_us(n, k_tiles, record_bytes, gpu)
+    return model_us(best, k_tiles, gpu, COSTS) < SURELY * few
 
 
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:

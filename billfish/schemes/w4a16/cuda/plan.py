@@ -187,7 +187,9 @@ class Plan:
     def _batches_few(self, m: int) -> bool:
         if (m, False) in self.cuts:  # `bench tune` tries it
             return True
-        return self.kind.planes == 1 and batch.takes_few(m, self.n, self.k_tiles, self.gpu)
+        return self.kind.planes == 1 and batch.takes_few(
+            m, self.n, self.k_tiles, self.kind.record_bytes, self.gpu
+        )
 
     def few_path(self, m: int, gated: bool = False) -> Path:
         """On the kernel of few tokens, whatever else could run them."""

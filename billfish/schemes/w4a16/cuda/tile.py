@@ -1,8 +1,10 @@
 """Tile configuration of w4a16_decode: a pure function of sizes, tested without a GPU."""
 
+import math
+
 from billfish.formats.layout import BRICK_K
 from billfish.kernels import norm
-from billfish.kernels.clusters import CLUSTER, STAGE_RECORDS, Tile, pick
+from billfish.kernels.clusters import BAND, CLUSTER, MOST_TOKENS, STAGE_RECORDS, Tile, pick
 from billfish.kernels.device import Gpu
 
 BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
@@ -30,6 +32,17 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
         return -(-(STAGE_RECORDS * record_bytes + x) // 128) * 128
 
     return pick(m, n, gpu, stage, BUFFERS, besides)
+
+
+def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
+    """Of 9 to 16 tokens: 3.7 us, and the slices of a CTA with its bands. On 20 layers of an H200 it
+    is 21 % off at most, where clusters have few bands or full passes 10 %."""
+    how = pick_tile(MOST_TOKENS, n, record_bytes, gpu)
+    share = math.ceil(math.ceil(n / BAND) * CLUSTER / how.blocks)
+    slices = math.ceil(k_tiles / CLUSTER)
+    if how.blocks > gpu.sms:  # two CTAs an SM; of a pass of four bands some may be missing
+        return 1.5 + 0.33 * slices * math.ceil(share / how.bands) * how.bands
+    return 3.7 + (0.197 if share == 1 else 0.319) * slices
 
 
 def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Tile | None:

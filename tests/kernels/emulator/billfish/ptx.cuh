@@ -119,6 +119,7 @@ struct TensorMap {  // rows of `columns` 16-bit numbers, boxes of 64 columns, sw
     const u16* first;
     int rows, columns, box;
 };
+inline void prefetch_map(const TensorMap&) {}
 inline void copy_tensor(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     demand(to % 1024 == 0, "tensor copy");
     begin_tensor(to, map.first, map.rows, map.columns, map.box, column, row, barrier_at(barrier));
