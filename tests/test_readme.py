@@ -390,21 +390,14 @@ def test_beside_humming():
             rows.append(row("", name, *(best(each[key], each["billfish"]) for each in us)))
     table(rows)
     ratios = times_as_fast(told["points"], "humming")
-    behind = sum(each < 1 / 1.02 for each in ratios)
-    worst = points[27648, 5120, 16]
+    worst = points[27648, 5120, 1]
     assert worst["humming"] / worst["billfish"] == min(ratios)
+    (behind,) = [each for each in ratios if each < 1]
     says(
         f"ahead of Humming at {sum(each > 1 for each in ratios)} of {len(ratios)} points, by up to "
-        f"{100 * max(ratios) - 100:.0f} %, and behind by more than 2 % at {behind}: by up to "
-        f"{100 / min(ratios) - 100:.0f} %, with 16",
+        f"{100 * max(ratios) - 100:.0f} %, and behind at one, by {100 / behind - 100:.0f} %",
         f"clocks fell to {min(each['sm_mhz'] for each in told['points']):.0f} MHz",
     )
-    known = {(p["k"], p["n"], p["m"]): p["us"] for p in load("h200-cublas-w4a16.json")["points"]}
-    less = [
-        100 - 100 * known[*size, 24]["billfish"] / known[*size, 16]["billfish"]
-        for size in ((27648, 5120), (18944, 3584))
-    ]
-    says("needs {:.0f} and {:.0f} % less time for 24 tokens".format(*less))
 
 
 def test_never_behind():
@@ -420,11 +413,11 @@ def test_never_behind():
     every = times_as_fast(points, "cublas")
     behind = [each["m"] for each in points if each["us"]["billfish"] > 1.03 * each["us"]["cublas"]]
     (used,) = [each["energy"] for each in points if "energy" in each]
-    ours, theirs = used["billfish"][0], used["cublas"][0]
+    ours, theirs = ([f"{run['mj']:.0f}" for run in used[who]] for who in ("billfish", "cublas"))
     says(
         f"Ahead at {sum(each > 1 for each in every)} of {len(every)} points, slower by more than "
         f"3 % at {len(behind)}, all of them from {min(behind)} tokens on",
-        f"take {ours['mj']:.0f} mJ, with cuBLAS {theirs['mj']:.0f} (4 seconds of each",
+        f"take {' and '.join(ours)} mJ, with cuBLAS {' and '.join(theirs)} (5 seconds of each",
     )
 
 
