@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from billfish.kernels import tiles
@@ -115,6 +116,20 @@ def test_stripes_are_as_long_for_all():
     even = batch.launch(Cut(64, 1, 1), 64, 8192, 64, 4224, H200)  # 64 tiles: two parts each
     assert even.blocks == 128 and {count for *_, count in stripes(even, 64)} == {32}
     assert batch.launch(Cut(128, 1, 1), 128, 128 * 132, 32, 4224, H200) is None  # whole tiles do
+
+
+def test_quotients_by_an_approximate_reciprocal():
+    """tiles.cuh's quotient, whose reciprocal may be one unit in the last place off."""
+    draw = np.random.default_rng(0)
+    b = draw.integers(1, 2 ** draw.integers(1, 17, 10**5))
+    a = draw.integers(0, np.minimum(b * 2**21, 2**31 - 1))
+    a[::3] -= a[::3] % b[::3]  # where it is easily off by one
+    a[1::3] = np.maximum(a[1::3] - a[1::3] % b[1::3] - 1, 0)
+    exact = np.float32(1) / b.astype(np.float32)
+    for reciprocal in (exact, *(np.nextafter(exact, np.float32(side)) for side in (0, 2))):
+        q = (a.astype(np.float32) * reciprocal).astype(np.int64)
+        rest = a - q * b
+        assert (q + (rest >= b) - (rest < 0) == a // b).all()
 
 
 def test_invariant_parts_do_not_depend_on_m():

@@ -6,8 +6,8 @@
 
 namespace billfish {
 
-// A team turns 16 tokens x 64 outputs at a time: lines of 128 bytes, padded by 16. Two buffers, so
-// that one barrier in 16 tokens is enough, unless 256 tokens leave too little shared memory.
+// A team turns 16 tokens x 64 outputs in a buffer: lines of 128 bytes, padded by 16. Two buffers
+// halve the number of barriers, unless 256 tokens leave too little shared memory.
 constexpr int kResultLine = 144, kResultBytes = 16 * kResultLine;
 constexpr BILLFISH_DEVICE int result_buffers(int tokens) { return tokens < 256 ? 2 : 1; }
 

@@ -31,10 +31,11 @@ struct BatchPlaces {
 
 constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 bytes: no bank conflicts
 
-// a / b, for 0 <= a < 2^24 and 0 < b: a division of integers takes some 200 clocks, and there are
-// several between a tile's last product and its results.
+// a / b, for 0 <= a, 0 < b < 2^24 and results up to 2^21, which the approximation misses by one at
+// most: a division of integers takes some 200 clocks, and several stand between a tile's last
+// product and its results.
 BILLFISH_DEVICE int quotient(int a, int b) {
-    const int q = static_cast<float>(a) * reciprocal_fast(static_cast<float>(b));  // off by one
+    const int q = static_cast<float>(a) * reciprocal_fast(static_cast<float>(b));
     const int rest = a - q * b;
     return q + (rest >= b) - (rest < 0);
 }
