@@ -33,12 +33,30 @@ constexpr int kTurnLine = 48, kTurnBytes = 16 * kTurnLine;  // padded by 16 byte
 
 // a / b, for 0 <= a, 0 < b < 2^24 and results up to 2^21, which the approximation misses by one at
 // most: a division of integers takes some 200 clocks, and several stand between a tile's last
-// product and its results.
+// product and its results. kQuick in w4a16_batch alone: other kernels would spill.
+template <bool kQuick>
 BILLFISH_DEVICE int quotient(int a, int b) {
+    if (!kQuick) return a / b;
     const int q = static_cast<float>(a) * reciprocal_fast(static_cast<float>(b));
     const int rest = a - q * b;
     return q + (rest >= b) - (rest < 0);
 }
+
+// Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
+// at the same time share x and weights in L2.
+constexpr int kAbreast = 8;
+
+template <bool kQuick>
+struct TilePlaceOf {
+    int m_tile, n_tile;
+    BILLFISH_DEVICE TilePlaceOf(int tile, int m_tiles, int n_tiles) {
+        const int strip = quotient<kQuick>(tile, kAbreast * n_tiles);
+        const int rest = tile - strip * kAbreast * n_tiles;
+        const int rows = min(kAbreast, m_tiles - strip * kAbreast);
+        n_tile = quotient<kQuick>(rest, rows), m_tile = strip * kAbreast + rest - n_tile * rows;
+    }
+};
+using TilePlace = TilePlaceOf<false>;
 
 // A block's work, part by part: inputs [first, first + count) of `tile`, in units of 128. First
 // every gridDim.x-th of the whole tiles; then its stripe of the split tiles, which lie end to end
@@ -47,11 +65,13 @@ BILLFISH_DEVICE int quotient(int a, int b) {
 //
 // Twins are a cluster of two blocks with tiles of neighbouring outputs and the same tokens and
 // inputs, of which each fetches half for both. To Walk they are one block, their tiles one tile.
-struct Walk {
+template <bool kQuick>
+struct WalkOf {
+    using Place = TilePlaceOf<kQuick>;
     int k_tiles, whole, tiles;
     bool twins;
     int part = -1, tile = 0, first = 0, count = 0;
-    BILLFISH_DEVICE Walk(int k_tiles, int whole, int tiles, bool twins = false)
+    BILLFISH_DEVICE WalkOf(int k_tiles, int whole, int tiles, bool twins = false)
         : k_tiles(k_tiles), whole(whole), tiles(tiles), twins(twins) {}
     BILLFISH_DEVICE int all() const { return gridDim.x >> twins; }
     BILLFISH_DEVICE int own() const { return blockIdx.x >> twins; }
@@ -59,12 +79,12 @@ struct Walk {
     // unit longer where the division leaves a remainder.
     BILLFISH_DEVICE int stripe(int behind) const {
         const int blocks = all(), which = blocks - 1 - own() + behind;
-        const int units = (tiles - whole) * k_tiles, each = quotient(units, blocks);
+        const int units = (tiles - whole) * k_tiles, each = quotient<kQuick>(units, blocks);
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
     BILLFISH_DEVICE int whole_parts() const {
         const int blocks = all(), index = own();
-        return index < whole ? quotient(whole - index + blocks - 1, blocks) : 0;
+        return index < whole ? quotient<kQuick>(whole - index + blocks - 1, blocks) : 0;
     }
     BILLFISH_DEVICE bool next() {
         const int of_stripe = ++part - whole_parts();
@@ -73,7 +93,7 @@ struct Walk {
             return true;
         }
         const int begin = stripe(0), end = stripe(1);
-        tile = quotient(begin, k_tiles) + of_stripe;
+        tile = quotient<kQuick>(begin, k_tiles) + of_stripe;
         first = max(begin - tile * k_tiles, 0);
         count = min(k_tiles, end - tile * k_tiles) - first;
         return count > 0;
@@ -81,33 +101,24 @@ struct Walk {
 };
 
 // Or, in clusters of `splits` > 1 blocks: an equal share of the inputs of one tile.
-struct ClusterWalk : Walk {
+template <bool kQuick>
+struct ClusterWalkOf : WalkOf<kQuick> {
+    using Base = WalkOf<kQuick>;
     int splits;
-    BILLFISH_DEVICE ClusterWalk(int k_tiles, int whole, int tiles, int splits, bool twins = false)
-        : Walk(k_tiles, whole, tiles, twins), splits(splits) {}
+    BILLFISH_DEVICE ClusterWalkOf(int k_tiles, int whole, int tiles, int splits, bool twins = false)
+        : Base(k_tiles, whole, tiles, twins), splits(splits) {}
     BILLFISH_DEVICE bool next() {
-        if (splits == 1) return Walk::next();
-        tile = blockIdx.x / splits;
-        const int rank = blockIdx.x - tile * splits;
-        first = k_tiles * rank / splits;
-        count = k_tiles * (rank + 1) / splits - first;
-        return ++part == 0;
+        if (splits == 1) return Base::next();
+        Base::tile = blockIdx.x / splits;
+        const int rank = blockIdx.x - Base::tile * splits;
+        Base::first = Base::k_tiles * rank / splits;
+        Base::count = Base::k_tiles * (rank + 1) / splits - Base::first;
+        return ++Base::part == 0;
     }
 };
 
-// Tiles are ordered by up to kAbreast tiles of tokens first, then along the outputs: those that run
-// at the same time share x and weights in L2.
-constexpr int kAbreast = 8;
-
-struct TilePlace {
-    int m_tile, n_tile;
-    BILLFISH_DEVICE TilePlace(int tile, int m_tiles, int n_tiles) {
-        const int strip = quotient(tile, kAbreast * n_tiles);
-        const int rest = tile - strip * kAbreast * n_tiles;
-        const int rows = min(kAbreast, m_tiles - strip * kAbreast);
-        n_tile = quotient(rest, rows), m_tile = strip * kAbreast + rest - n_tile * rows;
-    }
-};
+using Walk = WalkOf<false>;
+using ClusterWalk = ClusterWalkOf<false>;
 
 // A block's tile of outputs, of twins that of each.
 BILLFISH_DEVICE int own_tile(int n_tile, bool twins) {
@@ -147,7 +158,7 @@ BILLFISH_DEVICE void copy_x(const TensorMap& x, int m_tiles, int n_tiles, AnyWal
     Slot slot(1);
 #pragma unroll 1
     while (walk.next()) {
-        const int token = TilePlace(walk.tile, m_tiles, n_tiles).m_tile * kTokens;
+        const int token = typename AnyWalk::Place(walk.tile, m_tiles, n_tiles).m_tile * kTokens;
 #pragma unroll 1
         for (int i = walk.first; i < walk.first + walk.count; ++i) {
             const u32 to = places.ring() + slot.index * stage_bytes;
@@ -180,7 +191,8 @@ BILLFISH_DEVICE void copy_records(const unsigned char* records, int bands, int m
     Slot slot(1);  // the first round finds every slot empty
 #pragma unroll 1
     while (walk.next()) {
-        const int tile = own_tile(TilePlace(walk.tile, m_tiles, n_tiles).n_tile, twins);
+        const typename AnyWalk::Place place(walk.tile, m_tiles, n_tiles);
+        const int tile = own_tile(place.n_tile, twins);
         const int band = tile * kTileBands;
         const int here = max(0, min(kTileBands, bands - band));  // of a last twin maybe none
         const unsigned char* from =

@@ -65,7 +65,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
     __syncthreads();
     if (twins) cluster_arrive(), cluster_wait();  // both have barriers
 
-    ClusterWalk walk(k_tiles, whole, m_tiles * n_tiles, splits, twins);
+    ClusterWalkOf<true> walk(k_tiles, whole, m_tiles * n_tiles, splits, twins);
     if (threadIdx.x < kTeamThreads) {
         give_registers<kRegisters.copy>();
         if (threadIdx.x == 0) {
@@ -92,7 +92,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
         float acc[kBands][kTokens / 2] = {};
         multiply_tile<T, kGroup, kAsymmetric, kTokens, kBands, kOwnTeams>(
             acc, slot, walk.count, stages, places, thread, twins);
-        const TilePlace place(walk.tile, m_tiles, n_tiles);
+        const TilePlaceOf<true> place(walk.tile, m_tiles, n_tiles);
         const int token_0 = place.m_tile * kTokens;
         // From the thread's index again: kept over the main loop it would cost registers and spill.
         const int team = thread_index() / kTeamThreads - 1;
