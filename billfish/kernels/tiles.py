@@ -1,6 +1,6 @@
 """Tile configurations of products on Hopper's wgmma (tiles.cuh): pure functions of sizes.
 
-A tile is 128 or 256 outputs by 32 to 256 tokens. CTAs compute whole tiles, or tiles are split along
+A tile is 128 to 384 outputs by 16 to 256 tokens. CTAs compute whole tiles, or tiles are split along
 k into stripes of equal length (stream-K). A cost model chooses.
 """
 

@@ -195,6 +195,8 @@ BATCHES = [
     (1000, 1152, W4A16(4, 64, False), BF16, Cut(80, 1, 1, teams=3), (67,)),
     (300, 1152, W4A16(4, 32), FP16, Cut(112, 1, 0, 2, teams=3), (80,)),
     (1000, 1152, W4A16(4, 128), FP16, Cut(32, 1, 1, 1, True, 3), (31,)),
+    (600, 1152, W4A16(4, 64, False), BF16, Cut(16, 1, 1), (9, 16)),
+    (400, 640, W4A16(4, 128), FP16, Cut(16, 2, 0, teams=3), (13,)),
 ]
 
 
@@ -214,7 +216,7 @@ def planes(scheme, tensors):
 
 @pytest.mark.parametrize(
     "case",
-    some(BATCHES, 0, 1, 3, 4, 5, 6, 7, 10, 11, 13, 17, 18),
+    some(BATCHES, 0, 1, 3, 4, 5, 6, 7, 10, 11, 13, 17, 18, 20, 21),
     ids=lambda case: f"{case[0]}x{case[1]}-{case[4] or 'stripe'}",
 )
 def test_batches(case, compiled):

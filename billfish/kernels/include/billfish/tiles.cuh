@@ -82,6 +82,13 @@ struct WalkOf {
         const int units = (tiles - whole) * k_tiles, each = quotient<kQuick>(units, blocks);
         return whole * k_tiles + each * which + min(which, units - each * blocks);
     }
+    // Blocks that have the rest of this part's tile; the last may go on elsewhere.
+    BILLFISH_DEVICE int others() const {
+        int found = 0;
+        for (int have = count; have < k_tiles; ++found)
+            have += stripe(found + 2) - stripe(found + 1);
+        return found;
+    }
     BILLFISH_DEVICE int whole_parts() const {
         const int blocks = all(), index = own();
         return index < whole ? quotient<kQuick>(whole - index + blocks - 1, blocks) : 0;

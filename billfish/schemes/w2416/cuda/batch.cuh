@@ -362,9 +362,7 @@ w2416_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
             here.leave(&acc[0][0], lane);
             continue;
         }
-        int others = 0;
-        for (int have = walk.count; have < walk.k_tiles; ++others)  // the last may go on elsewhere
-            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        const int others = walk.others();
         if (others > 0) here.collect(&acc[0][0], others, lane);
         const int tile = kept(walk.tile, 0);  // its place is computed again: registers
 #pragma unroll

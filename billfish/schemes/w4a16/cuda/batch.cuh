@@ -1,4 +1,4 @@
-// w4a16_batch: y (m, n) = x (m, k) W^T for m > 16 on the tensor cores of sm_90a.
+// w4a16_batch: y (m, n) = x (m, k) W^T for many tokens (batch.py, takes_few) on wgmma, sm_90a.
 //
 // Weights are wgmma's A operand, from registers: a lane's 16 bytes of a record are its own
 // fragments here, too (QUICK), so that one record serves every m. x is the B operand, in shared
@@ -111,9 +111,7 @@ w4a16_batch(const unsigned char* __restrict__ records, const __grid_constant__ T
                 here.leave(&acc[0][0], lane);
                 continue;
             }
-            int others = 0;
-            for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
-                have += walk.stripe(others + 2) - walk.stripe(others + 1);
+            const int others = walk.others();
             if (others > 0) here.collect(&acc[0][0], others, lane);
         }
 #pragma unroll

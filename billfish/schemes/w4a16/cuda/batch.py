@@ -46,8 +46,9 @@ def stage_us(tokens: int, bands: int, teams: int = TEAMS) -> float:
 # in the median, 2.1 % on average and 22 % at most; short timings beside longer ones scatter by 3 %
 # in the median, and by 11 % or more for a tenth of the layers and tokens. Twins are as fast as
 # others in the median.
+STAGES = {each: stage_us(*each) for each in INSTANCES}
 COSTS = Costs(
-    {each: stage_us(*each) for each in INSTANCES},
+    STAGES,
     together=2.37,
     busy=0.505,
     tile_us=0.88,
@@ -57,14 +58,14 @@ COSTS = Costs(
     tile_constant_us=0.371,
     launch_us=1.25,
     clusters=(2,),
-    twin_us={each: stage_us(*each) for each in INSTANCES},
+    twin_us=STAGES,
     spread=0.0889,
     far=0.0676,
 )
 MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 # the model overrules a measurement for another m if it expects less than this share
 OVERRULES = 0.83
-FEWEST = 9  # tokens: with 8 w4a16_decode was faster on all 20 layers of tuned.json
+FEWEST = 9  # tokens: with 8 w4a16_decode was faster than tiles of 32 on all layers of tuned.json
 # In other layers than the table's, at least as large as its smallest, w4a16_batch is taken if its
 # expected time is less than this share of w4a16_decode's: none of the table's would lose by it.
 SURELY, SMALLEST = 0.95, 3584 * 3584

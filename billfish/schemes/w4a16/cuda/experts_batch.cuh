@@ -128,9 +128,7 @@ w4a16_experts_batch(const unsigned char* __restrict__ records, const __grid_cons
             here.leave(&acc[0][0], lane);
             continue;
         }
-        int others = 0;
-        for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
-            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        const int others = walk.others();
         if (others > 0) here.collect(&acc[0][0], others, lane);
         // From the thread's index again, as in w4a16_batch.
         const int mine = thread_index() / 32 - 4;

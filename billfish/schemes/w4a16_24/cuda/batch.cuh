@@ -176,9 +176,7 @@ w4a16_24_batch(const unsigned char* __restrict__ records, const __grid_constant_
             here.leave(&acc[0][0], lane);
             continue;
         }
-        int others = 0;
-        for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
-            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        const int others = walk.others();
         if (others > 0) here.collect(&acc[0][0], others, lane);
 #pragma unroll
         for (int band = 0; band < kBands; ++band)

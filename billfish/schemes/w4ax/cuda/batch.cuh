@@ -206,9 +206,7 @@ w4ax_batch(const unsigned char* __restrict__ records, const __grid_constant__ Te
             here.leave(&acc[0][0], lane);
             continue;
         }
-        int others = 0;
-        for (int have = walk.count; have < k_tiles; ++others)  // the last may go on elsewhere
-            have += walk.stripe(others + 2) - walk.stripe(others + 1);
+        const int others = walk.others();
         if (others > 0) here.collect(&acc[0][0], others, lane);
         needs.wait(team);
         by_turns ^= 1;
