@@ -40,12 +40,24 @@ def sums_bytes(tokens: int) -> int:
     return STAGE_RECORDS * BAND * tokens * 4
 
 
+def team_sums_bytes(tokens: int, bands: int) -> int:
+    """Partial sums of a pass (teams.cuh, TeamSums)."""
+    return 3 * bands * BAND // CLUSTER * tokens * 4
+
+
 def pick(
-    m: int, n: int, gpu: Gpu, stage: Callable[[int, int], int], buffers: int, besides: int = 0
+    m: int,
+    n: int,
+    gpu: Gpu,
+    stage: Callable[[int, int], int],
+    buffers: int,
+    besides: int = 0,
+    teams: bool = False,
 ) -> Tile:
     """A rule measured on an H200 (docs/LOG.md) and used for all GPUs. `stage(tokens, bands)` is the
     bytes of a stage; a launch of several passes has `buffers` of partial sums; `besides`: bytes of
-    anything else.
+    anything else; `teams`: passes of several bands are computed by two teams (teams.cuh), with one
+    buffer and an even number of stages.
 
     Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
     those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
@@ -61,12 +73,15 @@ def pick(
     share = -(-total // clusters)
     bands = share if share <= 2 else 4
     passes = -(-share // bands)
-    fixed = BARRIER_BYTES + sums_bytes(tokens) * min(passes, buffers) + besides
+    teams = teams and bands > 1
+    sums = team_sums_bytes(tokens, bands) if teams else sums_bytes(tokens) * min(passes, buffers)
+    fixed = BARRIER_BYTES + sums + besides
     each = stage(tokens, bands)
     room = gpu.half
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - fixed) // each)
+    stages -= teams and stages % 2
     smem = fixed + stages * each
     asked = max(smem, gpu.alone) if share == 1 else smem
     return Tile(tokens, bands, clusters * CLUSTER, stages, smem, asked)

@@ -83,6 +83,11 @@ BILLFISH_DEVICE u32 load_smem_2(u32 address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
     return v;
 }
+BILLFISH_DEVICE u32 load_smem_1(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
 
 // Four 8 x 8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8 (16
 // bytes) and gets, of each, two neighbours of row l / 4. Two are a B fragment of mma.m16n8k16.

@@ -28,6 +28,12 @@ struct Slot {
         index = 0, parity ^= 1;
         return true;
     }
+    // To the next stage but one, of an even number.
+    BILLFISH_DEVICE bool advance_team(int stages) {
+        if ((index += 2) < stages) return false;
+        index -= stages, parity ^= 1;
+        return true;
+    }
 };
 
 #if __CUDA_ARCH__ >= 900

@@ -51,80 +51,101 @@ BILLFISH_DEVICE void sum_tokens(u32 x, u32 sums, int block, int lane) {
     }
 }
 
-// acc (32 outputs x kTokens) += weights (32 outputs x 128 inputs) * x^T, as multiply() in
-// record.cuh, with the slice's sums at `sums`; `summed` waits until they are there.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Summed, class Release>
-BILLFISH_DEVICE void multiply_summed(const LanePlaces<kTokens>& places, u32 sums,
-                                     float (&acc)[2][kTokens / 8][4], Summed summed,
-                                     Release release) {
+// Addresses of a team's warp (teams.cuh) in shared memory: of its brick in the first record of a
+// stage, of that brick's scales and zeros, of x and its sums.
+template <int kTokens>
+struct BrickPlaces {
+    u32 words, scales, zeros, x, sums;
+    BILLFISH_DEVICE BrickPlaces(u32 record, u32 x, u32 sums, int brick, int lane)
+        : words(record + brick * kBrickBytes + lane * 16),
+          scales(record + brick / 2 * 64 + lane / 4 * 8 + brick % 2 * 4),
+          zeros(record + brick / 2 * 16 + lane / 4 * 2 + brick % 2),
+          x(x + x_smem_offset<kTokens>(lane % 8, lane / 8)),
+          sums(sums + lane % 4 * 8) {}
+    BILLFISH_DEVICE void move(u32 by) { 
+        words += by, scales += by, zeros += by, x += by, sums += by;
+    }
+};
+
+// acc (kCount bricks x kTokens) += weights (16 outputs x 128 inputs each) * x^T: of records kStride
+// bytes apart, the first `record` bytes behind `at`'s; sums of the tokens are there once `summed`
+// returns.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kStride, int kFirst,
+          int kCount, int kBands, class Summed>
+BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record, u32 slice_x,
+                                     u32 slice_sums, float (&acc)[kBands][kTokens / 8][4],
+                                     Summed summed) {
     using R = Record<kGroup, kAsymmetric>;
     constexpr int kSteps = kGroup / 16, kBlocks = kTokens / 8;
-    float part[2][kBlocks][4];
+    const u32 x = at.x + slice_x, words = at.words + record, scales = at.scales + record;
+    float part[kCount][kBlocks][4];
     // Not unrolled where a group ends within 64 inputs, as in multiply().
 #pragma unroll kGroup == 128 ? 2 : 1
     for (int k64 = 0; k64 < 2; ++k64) {
-        u32 word[2][4];
+        u32 word[kCount][4];
 #pragma unroll
-        for (int brick = 0; brick < 2; ++brick) {
-            const uint4 v = load_smem_16(places.words + (k64 * 4 + brick) * kBrickBytes);
-            word[brick][0] = v.x, word[brick][1] = v.y, word[brick][2] = v.z, word[brick][3] = v.w;
+        for (int i = 0; i < kCount; ++i) {
+            const uint4 v = load_smem_16(words + i * kStride + k64 * 4 * kBrickBytes);
+            word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
         }
 #pragma unroll
         for (int k32 = 0; k32 < 2; ++k32) {
             u32 b[kBlocks][4];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block)
-                places.load_x(b[block], block, k64 * 2 + k32);
+                load_matrices(b[block], (k32 ? x ^ 64 : x) + (k64 * kTokens + block * 8) * kXLine);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int step = k64 * 4 + k32 * 2 + j;
                 const bool first = kGroup == 128 ? step == 0 : (k32 * 2 + j) % kSteps == 0;
-                u32 a[2][4];
-                Raw<T>::nested(word[0][k32 * 2 + j], a[0]);
-                Raw<T>::nested(word[1][k32 * 2 + j], a[1]);
+                u32 a[kCount][4];
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) Raw<T>::nested(word[i][k32 * 2 + j], a[i]);
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
                     const u32 b0 = b[block][2 * j], b1 = b[block][2 * j + 1];
 #pragma unroll
-                    for (int brick = 0; brick < 2; ++brick) {
+                    for (int i = 0; i < kCount; ++i) {
                         if (first)
-                            T::mma_first(part[brick][block], a[brick], b0, b1);
+                            T::mma_first(part[i][block], a[i], b0, b1);
                         else
-                            T::mma(part[brick][block], a[brick], b0, b1);
+                            T::mma(part[i][block], a[i], b0, b1);
                     }
                 }
             }
             if (!(kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1))) continue;
             const int group = (k64 * 4 + k32 * 2) / kSteps;
-            const uint2 bits = load_smem_8(places.of_quad(R::kScales, 64) + group * 128);
-            u32 zeros = 0x8888u;
-            if (kAsymmetric) zeros = load_smem_2(places.of_quad(R::kZeros, 16) + group * 32);
             if (kGroup == 128 || (k64 == 0 && k32 == (kGroup == 64))) summed();
-            const u32 from = sums + group * kTokens * 4 + thread_index() % 4 * 8;
+            const u32 from = at.sums + slice_sums + group * kTokens * 4;
+            float total[kBlocks][2];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
                 const uint2 v = load_smem_8(from + block * 32);
-                const float total[2] = {__uint_as_float(v.x), __uint_as_float(v.y)};
+                total[block][0] = __uint_as_float(v.x), total[block][1] = __uint_as_float(v.y);
+            }
 #pragma unroll
-                for (int brick = 0; brick < 2; ++brick) {
-                    float(&sum)[4] = part[brick][block];
-                    const u32 half = brick ? bits.y : bits.x;
+            for (int i = 0; i < kCount; ++i) {
+                const u32 bits = load_smem_4(scales + i * kStride + R::kScales + group * 128);
+                u32 zeros = 0x88u;
+                if (kAsymmetric)
+                    zeros = load_smem_1(at.zeros + record + i * kStride + R::kZeros + group * 32);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const bool lower = i / 2;
-                        const float scale = S::to_float(lower ? half >> 16 : half & 0xffff);
-                        const float zero =
-                            raw_unit<T>(zeros >> (8 * brick + 4 * lower) & 15, lower);
-                        float raw = sum[i];
-                        if (Raw<T>::kNested && lower) raw -= sum[i - 2];
-                        acc[brick][block][i] =
-                            fmaf(scale, fmaf(-zero, total[i % 2], raw), acc[brick][block][i]);
+                for (int block = 0; block < kBlocks; ++block) {
+                    float(&sum)[4] = part[i][block];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const bool lower = j / 2;
+                        const float scale = S::to_float(lower ? bits >> 16 : bits & 0xffff);
+                        const float zero = raw_unit<T>(zeros >> 4 * lower & 15, lower);
+                        float raw = sum[j];
+                        if (Raw<T>::kNested && lower) raw -= sum[j - 2];
+                        float& to = acc[kFirst + i][block][j];
+                        to = fmaf(scale, fmaf(-zero, total[block][j % 2], raw), to);
                     }
                 }
             }
         }
     }
-    release(acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0]);
 }
 
 }  // namespace billfish

@@ -18,6 +18,7 @@
 #include "billfish/norm.cuh"
 #include "billfish/share.cuh"
 #include "billfish/summed.cuh"
+#include "billfish/teams.cuh"
 #include "billfish/wgmma.cuh"
 
 namespace billfish {
@@ -71,6 +72,152 @@ constexpr BILLFISH_DEVICE int normed_bytes(int k_tiles) {
     return (k_tiles + 1) / kCluster * kRecordK * 2;
 }
 
+// Addresses in shared memory.
+struct Ring {
+    u32 stages_at, full, empty, summed, reduced, freed;
+    int stages;
+};
+
+// What the eight math warps do in a block of one band: each has half a record of every stage.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed>
+BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias,
+                                  u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
+    using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, 1>;
+    using Exchange = Sums<kTokens, 1>;
+    using Me = Worker<2, first_math_warp(1)>;
+    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    LanePlaces<kTokens> places;
+    {
+        const Me me;
+        places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
+            ring.stages_at + me.sub * Stage::kRecordBytes,
+            ring.stages_at + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
+    }
+    Slot slot;
+    cluster_wait();     // the other block's barriers must exist before the first remote store
+    if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
+    if (Share(n, k_tiles).bands == 0) return;
+    float acc[2][kBlocks][4] = {};
+    int rounds, mine;  // stages, and those in which this warp has work
+    {
+        const Share share(n, k_tiles);
+        rounds = (share.span + kSlices - 1) / kSlices;
+        mine = (share.span - Me().sub + kSlices - 1) / kSlices;
+    }
+    for (; rounds > 0; --rounds, --mine) {
+        const auto release = [&](float seen) {
+            __syncwarp();
+            barrier_arrive_after(ring.empty + 8 * slot.index, seen, thread_index() % 32 == 0);
+        };
+        barrier_wait(ring.full + 8 * slot.index, slot.parity);
+        if (mine > 0)
+            multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
+        else
+            release(0);
+        places.move(slot.advance(ring.stages) ? (1 - ring.stages) * Stage::kBytes : Stage::kBytes);
+    }
+    const Share share(n, k_tiles);
+    const Me me;
+    const int rank = cluster_rank(), rows = kRecordN / kCluster;  // that a block owns
+    const u32 buffer = ring.stages_at + ring.stages * Stage::kBytes;
+    if (me.index == 0 && me.lane == 0)
+        barrier_arrive_expect(ring.reduced, Exchange::expected(rows, m));
+    Exchange::send(acc, buffer, ring.reduced, me, rank, rows, m,
+                   [](float sum, bool lower) { return finish<T>(sum, lower); });
+    barrier_wait(ring.reduced, 0);
+    Exchange::template store<T, 8>(buffer, bias, out, me, m, n,
+                                   share.first_band * kRecordN + rank * rows, rows, gated);
+}
+
+template <int kPair, int kBricks>
+struct Bricks {
+    static constexpr int kAt = kPair, kCount = kBricks;
+};
+
+// The same in a block of several bands, with sums of x made apart: two teams take the stages by
+// turns (teams.cuh). With a barrier for each half record, 16 tokens of 8192 x 57344 took 71 us.
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, bool kNormed>
+BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bias,
+                                    u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
+    using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
+    using Exchange = TeamSums<kTokens, kBands>;
+    using Me = Mate<first_math_warp(kBands)>;
+    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    // A warp has two pairs of bricks in a stage: of bands 0, 1 and 2, 3, or of two slices.
+    constexpr int kStride = kSlices * Stage::kRecordBytes;  // from band to band
+    constexpr int kNext = kSlices == 1 ? 2 * kStride : Stage::kRecordBytes;  // from pair to pair
+    constexpr int kNextX = kSlices == 1 ? 0 : x_bytes(kTokens);
+    constexpr int kNextSums = kSlices == 1 ? 0 : Stage::kSumsBytes;
+    constexpr int kSecond = kSlices == 1 ? 2 : 0;  // first band of the second pair
+
+    BrickPlaces<kTokens> places(ring.stages_at, ring.stages_at + Stage::kX,
+                                ring.stages_at + Stage::kSums, Me().brick, Me().lane);
+    Slot slot;
+    slot.index = Me().team;
+    places.move(slot.index * Stage::kBytes);
+    cluster_wait();     // the other block's barriers must exist before the first remote store
+    if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
+    const auto finished = [](float sum, bool lower) { return finish<T>(sum, lower); };
+    for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
+        float acc[kBands][kBlocks][4] = {};
+        int rounds, have;  // stages of this team, bands
+        int span;
+        {
+            const Share share(n, k_tiles);
+            const int passes = share.passes(kBands), all = (share.span + kSlices - 1) / kSlices;
+            have = share.before(pass + 1, passes) - share.before(pass, passes);
+            rounds = (all + 1 - ((Me().team ^ pass & all) & 1)) / kTeams;
+            span = share.span - (Me().team ^ pass & all) % kTeams * kSlices;
+        }
+        for (; rounds > 0; --rounds) {
+            barrier_wait(ring.full + 8 * slot.index, slot.parity);
+            const auto pair = [&](auto which, auto summed) {
+                constexpr int kAt = decltype(which)::kAt, kCount = decltype(which)::kCount;
+                multiply_bricks<T, S, kGroup, kAsymmetric, kTokens, kStride, kAt * kSecond, kCount,
+                                kBands>(places, kAt * kNext, kAt * kNextX, kAt * kNextSums, acc,
+                                        summed);
+            };
+            const auto wait = [&] { barrier_wait(ring.summed + 8 * slot.index, slot.parity); };
+            if (have > 1)
+                pair(Bricks<0, 2>{}, wait);
+            else
+                pair(Bricks<0, 1>{}, wait);
+            if (kSlices == 1 ? have > 3 : have > 1 && span > 1)
+                pair(Bricks<1, 2>{}, [] {});
+            else if (kSlices == 1 ? have > 2 : span > 1)
+                pair(Bricks<1, 1>{}, [] {});
+            span -= kTeams * kSlices;
+            float seen = 0;
+#pragma unroll
+            for (int band = 0; band < kBands; ++band) seen += acc[band][kBlocks - 1][0];
+            __syncwarp();
+            barrier_arrive_after(ring.empty + 8 * slot.index, seen, thread_index() % 32 == 0);
+            places.move(slot.advance_team(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
+                                                       : kTeams * Stage::kBytes);
+        }
+        // `freed`: the other block's warps have read the sums of the pass before, and this one's
+        // have met since.
+        const Share share(n, k_tiles);
+        const Me me;
+        const int passes = share.passes(kBands), rank = cluster_rank();
+        const u32 buffer = ring.stages_at + ring.stages * Stage::kBytes;
+        have = share.before(pass + 1, passes) - share.before(pass, passes);
+        if (pass > 0) barrier_wait(ring.freed, (pass - 1) & 1);
+        if (me.team == 0 && me.brick == 0 && me.lane == 0)
+            barrier_arrive_expect(ring.reduced, Exchange::expected(have, m));
+        Exchange::send(acc, buffer, ring.reduced, me, rank, have, m, finished);
+        barrier_wait(ring.reduced, pass & 1);
+        const int first = (share.first_band + share.before(pass, passes)) * kRecordN;
+        Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
+                                    finished);
+        if (pass + 1 < passes) {
+            __syncwarp();
+            if (me.lane == 0) barrier_arrive_in(in_block(ring.freed, rank ^ 1));
+            sync_some<1, 32 * kMathWarps>();
+        }
+    }
+}
+
 // Both kernels. `x` is (m, x_k) or, kNormed, the norm of `given`.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, bool kNormed>
 BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
@@ -78,14 +225,13 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                             u16* __restrict__ out, int m, int n, int x_k, int k_tiles, int stages,
                             bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
-    using Exchange = Sums<kTokens, kBands>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
-    using Me = Worker<kBands * 2, kFirstMathWarp, true>;
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
     const u32 full = base, empty = base + 64, summed = base + 128, reduced = base + 192;
+    const u32 freed = reduced + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
     const u32 ring = kNormed ? normed + m * normed_bytes(k_tiles) : base + kBarrierBytes;
 
@@ -94,11 +240,11 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
-            barrier_init(empty + 8 * i, kMathWarps + Stage::kSummed * kSumWarps);
-            barrier_init(summed + 8 * i, kSumWarps);
+            barrier_init(empty + 8 * i, Stage::kSummed ? kTeamWarps + 1 : kMathWarps);
+            barrier_init(summed + 8 * i, 1);
         }
         barrier_init(reduced, 1);
-        barrier_init(reduced + 8, 1);
+        barrier_init(freed, kMathWarps);
         barrier_init_fence();
     }
     __syncthreads();
@@ -141,26 +287,25 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                 if (passes == 0) linger(share.most_bands * span);
             }
         } else if (warp >= kCopyWarps) {
-            constexpr int kItems = kSlices * kBlocks;  // of 8 tokens of a slice
             dependency_wait();
-            for (int rounds = passes * ((span + kSlices - 1) / kSlices); rounds > 0; --rounds) {
+            const int slots = passes * ((span + kSlices - 1) / kSlices);
+            slot.index = warp - kCopyWarps;
+            for (int at = slot.index; at < slots; at += kTeams) {
                 const u32 stage = ring + slot.index * Stage::kBytes;
                 barrier_wait(full + 8 * slot.index, slot.parity);
 #pragma unroll 2
-                for (int item = 0; item < kItems; item += kSumWarps) {
-                    const int mine = item + warp - kCopyWarps;
-                    if (kItems % kSumWarps && mine >= kItems) break;
-                    const int sub = mine / kBlocks;
+                for (int item = 0; item < kSlices * kBlocks; ++item) {  // 8 tokens of a slice
+                    const int sub = item / kBlocks;
                     sum_tokens<T, kGroup, kTokens>(
                         stage + Stage::kX + sub * x_bytes(kTokens),
-                        stage + Stage::kSums + sub * Stage::kSumsBytes, mine % kBlocks, lane);
+                        stage + Stage::kSums + sub * Stage::kSumsBytes, item % kBlocks, lane);
                 }
                 __syncwarp();
                 if (lane == 0) {
                     barrier_arrive(summed + 8 * slot.index);
                     barrier_arrive(empty + 8 * slot.index);
                 }
-                slot.advance(stages);
+                slot.advance_team(stages);
             }
         } else {
             // Lanes 0-15 copy even tokens, 16-31 odd ones: a slice is one addition, one XOR and one
@@ -225,66 +370,12 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                                        [] { sync_some<1, 32 * kMathWarps>(); });
         sync_some<2, 32 * (1 + kMathWarps)>();  // warp 1 waits for it
     }
-    LanePlaces<kTokens> places;
-    {
-        const Me me;
-        places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
-            ring + (me.band * kSlices + me.sub) * Stage::kRecordBytes,
-            ring + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
-    }
-    u32 sums = ring + Stage::kSums + Me().sub * Stage::kSumsBytes;
-    Slot slot;
-    cluster_wait();     // the other block's barriers must exist before the first remote store
-    if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
-    for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
-        float acc[2][kBlocks][4] = {};
-        int rounds, mine;  // stages, and those in which this warp has work
-        {
-            const Share share(n, k_tiles);
-            const Me me;
-            const int passes = share.passes(kBands);
-            const int have = share.before(pass + 1, passes) - share.before(pass, passes);
-            rounds = (share.span + kSlices - 1) / kSlices;
-            mine = me.band < have ? (share.span - me.sub + kSlices - 1) / kSlices : 0;
-        }
-        for (; rounds > 0; --rounds, --mine) {
-            const auto release = [&](float seen) {
-                __syncwarp();
-                barrier_arrive_after(empty + 8 * slot.index, seen, thread_index() % 32 == 0);
-            };
-            barrier_wait(full + 8 * slot.index, slot.parity);
-            if (mine > 0 && !Stage::kSummed)
-                multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
-            else if (mine > 0)
-                multiply_summed<T, S, kGroup, kAsymmetric, kTokens>(
-                    places, sums, acc,
-                    [&] { barrier_wait(summed + 8 * slot.index, slot.parity); }, release);
-            else
-                release(0);
-            const int by = slot.advance(stages) ? (1 - stages) * Stage::kBytes : Stage::kBytes;
-            places.move(by), sums += by;
-        }
-
-        // With two buffers a block can be one pass ahead: all its warps have read a buffer before
-        // any sends sums of the next pass, and whoever writes that buffer again has sums of the
-        // next pass from both blocks (tests/kernels/test_decode_protocol.py).
-        const Share share(n, k_tiles);
-        const Me me;
-        const int passes = share.passes(kBands), begin = share.before(pass, passes);
-        const int have = share.before(pass + 1, passes) - begin;
-        const int rank = cluster_rank(), rows = have * (kRecordN / kCluster);  // that a block owns
-        const u32 buffer = ring + stages * Stage::kBytes + (pass & 1) * Exchange::kBytes;
-        const u32 barrier = reduced + (pass & 1) * 8;
-        if (me.index == 0 && me.lane == 0)
-            barrier_arrive_expect(barrier, Exchange::expected(rows, m));
-        if (me.band < have)
-            Exchange::send(acc, buffer, barrier, me, rank, rows, m,
-                           [](float sum, bool lower) { return finish<T>(sum, lower); });
-        const int first = (share.first_band + begin) * kRecordN + rank * rows;
-        barrier_wait(barrier, pass >> 1 & 1);
-        Exchange::template store<T, 8>(buffer, bias, out, me, m, n, first, rows, gated);
-        if (pass + 1 < passes) sync_some<1, 32 * kMathWarps>();
-    }
+    if constexpr (Stage::kSummed)
+        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kNormed>(
+            Ring{ring, full, empty, summed, reduced, freed, stages}, bias, out, m, n, k_tiles, gated);
+    else
+        multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(
+            Ring{ring, full, empty, summed, reduced, freed, stages}, bias, out, m, n, k_tiles, gated);
 }
 
 #endif

@@ -31,7 +31,7 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
         x = STAGE_RECORDS // bands * tokens * (BRICK_K * 2 + sums)
         return -(-(STAGE_RECORDS * record_bytes + x) // 128) * 128
 
-    return pick(m, n, gpu, stage, BUFFERS, besides)
+    return pick(m, n, gpu, stage, 1, besides, teams=True)
 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:

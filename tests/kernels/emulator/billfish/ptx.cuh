@@ -18,6 +18,7 @@ inline uint4 load_smem_16(u32 a) { return read<uint4>(a); }
 inline uint2 load_smem_8(u32 a) { return read<uint2>(a); }
 inline u32 load_smem_4(u32 a) { return read<u32>(a); }
 inline u32 load_smem_2(u32 a) { return read<u16>(a); }
+inline u32 load_smem_1(u32 a) { return read<unsigned char>(a); }
 inline void load_matrices(u32 (&v)[4], u32 a) {
     Warp& warp = current->warp();
     const int lane = current->thread % 32;

@@ -1,0 +1,130 @@
+// Eight math warps as two teams of four that take a ring's stages by turns, sm_90. A warp of a team
+// has the same 16 of every band's 64 outputs, so that all have as much to do whatever the number of
+// bands, and waits for a barrier once in two stages.
+#pragma once
+
+#include "billfish/share.cuh"
+
+namespace billfish {
+
+constexpr int kTeams = 2, kTeamWarps = kMathWarps / kTeams;
+
+#if __CUDA_ARCH__ >= 900
+
+// A math warp: outputs [16 brick, 16 brick + 16) of each band. Recomputed like Share.
+template <int kFirstMathWarp>
+struct Mate {
+    int lane, brick, team;
+    BILLFISH_DEVICE Mate() {
+        const int thread = thread_index() - 32 * kFirstMathWarp;
+        lane = thread % 32, brick = thread / 32 % kTeamWarps, team = thread / (32 * kTeamWarps);
+    }
+};
+
+// The sums of a pass of `have` bands. Four warps have sums of the same 16 outputs: of both blocks,
+// and of both teams. One of the four keeps its own and is sent the others'; half of the outputs
+// belong to each block. `buffer` holds [warp that sends (3)][row][token].
+template <int kTokens, int kBands>
+struct TeamSums {
+    static constexpr int kParts = kCluster * kTeams - 1;
+    static constexpr int kBytes = kParts * kBands * kRecordN / kCluster * kTokens * 4;
+
+    static BILLFISH_DEVICE u32 expected(int have, int m) {  // bytes that a block is sent
+        return kParts * have * (kRecordN / kCluster) * ((m + 1) / 2) * 8;
+    }
+
+    // Where the sums of a brick go: the block, the row there, and which part. 0 is what is kept.
+    struct Place {
+        int owner, row, part;
+        template <class Me>
+        BILLFISH_DEVICE Place(const Me& me, int band, int have, int rank) {
+            const int index = band * kTeamWarps + me.brick, half = have * kTeamWarps / kCluster;
+            owner = index >= half, row = (index - owner * half) * 16 + me.lane / 4;
+            part = (rank ^ owner) * kTeams + (me.team ^ band % kTeams);
+        }
+    };
+
+    template <class Me, class Finish>
+    static BILLFISH_DEVICE void send(const float (&acc)[kBands][kTokens / 8][4], u32 buffer,
+                                     u32 barrier, const Me& me, int rank, int have, int m,
+                                     Finish finish) {
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const Place place(me, band, have, rank);
+            if (band >= have || place.part == 0) continue;
+            const int first = (place.part - 1) * have * (kRecordN / kCluster) + place.row;
+            const u32 signal = in_block(barrier, place.owner);
+            const u32 to = in_block(buffer + (first * kTokens + me.lane % 4 * 2) * 4, place.owner);
+#pragma unroll
+            for (int lower = 0; lower < 2; ++lower) {
+#pragma unroll
+                for (int block = 0; block < kTokens / 8; ++block) {
+                    const float(&sum)[4] = acc[band][block];
+                    if (block * 8 + me.lane % 4 * 2 < m)
+                        store_remote(to + (lower * 8 * kTokens + block * 8) * 4,
+                                     finish(sum[lower * 2], lower),
+                                     finish(sum[lower * 2 + 1], lower), signal);
+                }
+            }
+        }
+    }
+
+    // Adds what was sent to what this warp kept and stores it; `first` is the pass's first output.
+    // `gated`: of every 16 rows the first 8 are gates and the others their ups, n / 2 results.
+    template <class T, class Me, class Finish>
+    static BILLFISH_DEVICE void store(const float (&acc)[kBands][kTokens / 8][4], u32 buffer,
+                                      const u16* bias, u16* out, const Me& me, int rank, int have,
+                                      int m, int n, int first, bool gated, Finish finish) {
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const Place place(me, band, have, rank);
+            if (band >= have || place.part != 0) continue;
+            const int output = first + band * kRecordN + me.brick * 16 + me.lane / 4;
+#pragma unroll
+            for (int block = 0; block < kTokens / 8; ++block) {
+                const int token = block * 8 + me.lane % 4 * 2;
+                if (token >= m) continue;
+                float sum[2][2];  // [upper or lower row][token]
+#pragma unroll
+                for (int lower = 0; lower < 2; ++lower) {
+                    const u32 from =
+                        buffer + ((place.row + lower * 8) * kTokens + token) * 4;
+                    uint2 part[kParts];
+#pragma unroll
+                    for (int i = 0; i < kParts; ++i)
+                        part[i] = load_smem_8(from + i * have * (kRecordN / kCluster) * kTokens * 4);
+                    sum[lower][0] = finish(acc[band][block][lower * 2], lower);
+                    sum[lower][1] = finish(acc[band][block][lower * 2 + 1], lower);
+#pragma unroll
+                    for (int i = 0; i < kParts; ++i) {
+                        sum[lower][0] += __uint_as_float(part[i].x);
+                        sum[lower][1] += __uint_as_float(part[i].y);
+                    }
+                }
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    if (token + odd >= m) continue;
+                    const u64 row = static_cast<u64>(token + odd) * n;
+                    if (gated) {
+                        if (output + 8 < n)
+                            out[(row + output & ~15ull) / 2 + me.lane / 4] =
+                                swiglu<T>(T::from_float(sum[0][odd]), T::from_float(sum[1][odd]));
+                        continue;
+                    }
+#pragma unroll
+                    for (int lower = 0; lower < 2; ++lower) {
+                        const int at = output + lower * 8;
+                        if (at >= n) continue;
+                        float total = sum[lower][odd];
+                        if (bias != nullptr) total += T::to_float(bias[at]);
+                        out[row + at] = T::from_float(total);
+                    }
+                }
+            }
+        }
+    }
+};
+
+#endif
+
+}  // namespace billfish
