@@ -16,6 +16,7 @@ MOST_TOKENS = 16  # of one launch: two tensor-core tiles of 8 tokens
 CLUSTER = 2
 STAGE_RECORDS = 4
 MOST_STAGES = 8  # kernels reserve barriers for this many
+MORE = 1024  # than half an SM's shared memory, for CTAs that an SM holds one of
 BARRIER_BYTES = 256
 
 
@@ -73,11 +74,12 @@ def pick(
     share = -(-total // clusters)
     bands = share if share <= 2 else 4
     passes = -(-share // bands)
-    teams = teams and bands > 1
-    sums = team_sums_bytes(tokens, bands) if teams else sums_bytes(tokens) * min(passes, buffers)
+    sums = sums_bytes(tokens) * min(passes, buffers)
+    if teams and bands > 1:
+        sums = team_sums_bytes(tokens, bands)
     fixed = BARRIER_BYTES + sums + besides
     each = stage(tokens, bands)
-    room = gpu.half
+    room = gpu.half + (MORE if teams and share == 1 else 0)
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - fixed) // each)

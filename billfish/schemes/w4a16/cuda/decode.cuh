@@ -48,12 +48,13 @@ constexpr BILLFISH_DEVICE int blocks_of_sm(int tokens, int bands) {
 }
 
 // One stage of the ring: four records, of one, two or four bands, x and its sums. There is one
-// round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1.
+// round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1. Of one band 16
+// tokens of x are as large as the records; there it is two of them, for more stages than two.
 template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
-    static constexpr int kSlices = 4 / kBands;  // of 128 inputs
+    static constexpr int kSlices = kBands == 1 && kTokens == 16 ? 2 : 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
-    static constexpr int kX = 4 * kRecordBytes;  // byte offset
+    static constexpr int kX = kBands * kSlices * kRecordBytes;  // byte offset
     static constexpr int kSums = kX + kSlices * x_bytes(kTokens);
     static constexpr bool kSummed = sums_apart(kBands);
     static constexpr int kSumsBytes = kSummed ? sums_bytes<kGroup, kTokens>() : 0;  // of a slice
@@ -78,43 +79,45 @@ struct Ring {
     int stages;
 };
 
-// What the eight math warps do in a block of one band: each has half a record of every stage.
+// What the eight math warps do in a block of one band. Two teams take the stages by turns
+// (teams.cuh); a warp has half of one or two records.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed>
 BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias,
                                   u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, 1>;
     using Exchange = Sums<kTokens, 1>;
-    using Me = Worker<2, first_math_warp(1)>;
+    using Me = Worker<2, first_math_warp(1)>;  // sub: team, and one of two slices
     constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    constexpr int kNext = 2 * Stage::kRecordBytes, kNextX = 2 * x_bytes(kTokens);
     LanePlaces<kTokens> places;
     {
         const Me me;
         places = LanePlaces<kTokens>::template of<Record<kGroup, kAsymmetric>>(
-            ring.stages_at + me.sub * Stage::kRecordBytes,
-            ring.stages_at + Stage::kX + me.sub * x_bytes(kTokens), me.lane, me.within % 2);
+            ring.stages_at + me.sub % 2 * Stage::kRecordBytes,
+            ring.stages_at + Stage::kX + me.sub % 2 * x_bytes(kTokens), me.lane, me.within);
+        places.move(me.sub / 2 * Stage::kBytes);
     }
     Slot slot;
+    slot.index = Me().sub / 2;
     cluster_wait();     // the other block's barriers must exist before the first remote store
     if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
     if (Share(n, k_tiles).bands == 0) return;
     float acc[2][kBlocks][4] = {};
-    int rounds, mine;  // stages, and those in which this warp has work
-    {
-        const Share share(n, k_tiles);
-        rounds = (share.span + kSlices - 1) / kSlices;
-        mine = (share.span - Me().sub + kSlices - 1) / kSlices;
-    }
-    for (; rounds > 0; --rounds, --mine) {
-        const auto release = [&](float seen) {
-            __syncwarp();
-            barrier_arrive_after(ring.empty + 8 * slot.index, seen, thread_index() % 32 == 0);
-        };
+    int left = Share(n, k_tiles).span - Me().sub / 2 * kSlices;  // slices
+    for (; left > 0; left -= kTeams * kSlices) {
         barrier_wait(ring.full + 8 * slot.index, slot.parity);
-        if (mine > 0)
-            multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, release);
-        else
-            release(0);
-        places.move(slot.advance(ring.stages) ? (1 - ring.stages) * Stage::kBytes : Stage::kBytes);
+        const int mine = left - Me().sub % 2;
+        if (mine > 0) multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
+        if (kSlices > 2 && mine > 2) {
+            LanePlaces<kTokens> second{places.words + kNext, places.x + kNextX};
+            multiply<T, S, kGroup, kAsymmetric, kTokens>(second, acc, [](float) {});
+        }
+        __syncwarp();
+        barrier_arrive_after(ring.empty + 8 * slot.index,
+                             acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0],
+                             thread_index() % 32 == 0);
+        places.move(slot.advance_team(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
+                                                   : kTeams * Stage::kBytes);
     }
     const Share share(n, k_tiles);
     const Me me;
@@ -240,7 +243,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
-            barrier_init(empty + 8 * i, Stage::kSummed ? kTeamWarps + 1 : kMathWarps);
+            barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed);
             barrier_init(summed + 8 * i, 1);
         }
         barrier_init(reduced, 1);

@@ -4,7 +4,15 @@ import math
 
 from billfish.formats.layout import BRICK_K
 from billfish.kernels import norm
-from billfish.kernels.clusters import BAND, CLUSTER, MOST_TOKENS, STAGE_RECORDS, Tile, pick
+from billfish.kernels.clusters import (
+    BAND,
+    CLUSTER,
+    MORE,
+    MOST_TOKENS,
+    STAGE_RECORDS,
+    Tile,
+    pick,
+)
 from billfish.kernels.device import Gpu
 
 BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
@@ -28,8 +36,9 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
 
     def stage(tokens: int, bands: int) -> int:
         sums = groups * 4 if sums_apart(bands) else 0
-        x = STAGE_RECORDS // bands * tokens * (BRICK_K * 2 + sums)
-        return -(-(STAGE_RECORDS * record_bytes + x) // 128) * 128
+        slices = 2 if bands == 1 and tokens == MOST_TOKENS else STAGE_RECORDS // bands
+        x = slices * tokens * (BRICK_K * 2 + sums)
+        return -(-(slices * bands * record_bytes + x) // 128) * 128
 
     return pick(m, n, gpu, stage, 1, besides, teams=True)
 
@@ -50,5 +59,5 @@ def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Ti
     does not fit: two CTAs an SM, and each row of the sum stored by a CTA of its own."""
     rows = norm.NORMED_SUMS + m * -(-k_tiles // CLUSTER) * BRICK_K * 2
     how = pick_tile(m, n, record_bytes, gpu, rows)
-    fits = how.smem <= gpu.half and how.stages >= LEAST_STAGES and how.blocks >= m
+    fits = how.smem <= gpu.half + MORE and how.stages >= LEAST_STAGES and how.blocks >= m
     return how if m <= norm.MOST_NORMED and fits else None
