@@ -6,7 +6,7 @@ Shares, bands and the split depend on the layer and the GPU, not on the number o
 token's sums are added in the same order in every batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from billfish.kernels.device import Gpu
@@ -18,13 +18,14 @@ STAGE_RECORDS = 4
 MOST_STAGES = 8  # kernels reserve barriers for this many
 MORE = 1024  # than half an SM's shared memory, for CTAs that an SM holds one of
 BARRIER_BYTES = 256
+TEAM_BARRIER_BYTES = 384
 
 
 @dataclass(frozen=True)
 class Tile:
     """One launch."""
 
-    tokens: int  # 8 or 16: template parameter of the kernel
+    tokens: int  # at most: template parameter of the kernel
     bands: int  # 1, 2 or 4
     blocks: int
     stages: int
@@ -32,8 +33,8 @@ class Tile:
     asked: int  # bytes of shared memory, more than it uses where an SM must not get two CTAs
 
 
-def tokens_of(m: int) -> int:
-    return 8 if m <= 8 else MOST_TOKENS
+def tokens_of(m: int, choices: Sequence[int] = (8, MOST_TOKENS)) -> int:
+    return min(tokens for tokens in choices if tokens >= m)
 
 
 def sums_bytes(tokens: int) -> int:
@@ -54,11 +55,12 @@ def pick(
     buffers: int,
     besides: int = 0,
     teams: bool = False,
+    choices: Sequence[int] = (8, MOST_TOKENS),
 ) -> Tile:
     """A rule measured on an H200 (docs/LOG.md) and used for all GPUs. `stage(tokens, bands)` is the
     bytes of a stage; a launch of several passes has `buffers` of partial sums; `besides`: bytes of
     anything else; `teams`: passes of several bands are computed by two teams (teams.cuh), with one
-    buffer and an even number of stages.
+    buffer, and with more barriers.
 
     Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
     those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
@@ -66,7 +68,7 @@ def pick(
     a launch CTAs with one band ask for more than half an SM: else the SMs that are free first would
     get two of them, and the others none.
     """
-    tokens = tokens_of(m)
+    tokens = tokens_of(m, choices)
     total = -(-n // BAND)
     clusters = gpu.sms // CLUSTER
     if total > 2 * clusters:
@@ -77,13 +79,12 @@ def pick(
     sums = sums_bytes(tokens) * min(passes, buffers)
     if teams and bands > 1:
         sums = team_sums_bytes(tokens, bands)
-    fixed = BARRIER_BYTES + sums + besides
+    fixed = (TEAM_BARRIER_BYTES if teams else BARRIER_BYTES) + sums + besides
     each = stage(tokens, bands)
     room = gpu.half + (MORE if teams and share == 1 else 0)
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - fixed) // each)
-    stages -= teams and stages % 2
     smem = fixed + stages * each
     asked = max(smem, gpu.alone) if share == 1 else smem
     return Tile(tokens, bands, clusters * CLUSTER, stages, smem, asked)

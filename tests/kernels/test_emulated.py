@@ -298,9 +298,10 @@ def test_identity_returns_the_weights_rounded_once(kernel, compiled):
 
 
 MISTAKES = [
-    ("decode", r"barrier_wait\(full \+ 8 \* slot\.index, slot\.parity\);", ";"),
-    ("decode", r"barrier_wait\(barrier, pass >> 1 & 1\);", ";"),
-    ("decode: share", r"row >= rows", "0"),
+    ("decode", r"barrier_wait\(ring\.full \+ own, slot\.parity\(\)\);", ";"),
+    ("decode", r"barrier_wait\(ring\.reduced, pass & 1\);", ";"),
+    ("decode", r"barrier_wait\(ring\.summed \+ own, slot\.parity\(\)\);", ";"),
+    ("decode: teams", r"index >= half", "0"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("batch: decoded", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),
     ("batch: tiles", r"barrier_wait\(places\.empty\(slot\.index\), slot\.parity\);", ";"),

@@ -31,6 +31,9 @@ struct Record {
 // same inputs of eight tokens lie in different banks.
 constexpr int kXLine = 128;
 
+// Products have 8 tokens at least; of fewer in shared memory, rows are read several times.
+constexpr BILLFISH_DEVICE int blocks_of(int tokens) { return (tokens + 7) / 8; }
+
 constexpr BILLFISH_DEVICE int x_bytes(int tokens) { return 2 * tokens * kXLine; }
 
 template <int kTokens>
@@ -47,7 +50,7 @@ struct LanePlaces {
     static BILLFISH_DEVICE LanePlaces of(u32 record, u32 x, int lane, int half) {
         LanePlaces places;
         places.words = record + half * 2 * kBrickBytes + lane * 16;
-        places.x = x + x_smem_offset<kTokens>(lane % 8, lane / 8);
+        places.x = x + x_smem_offset<kTokens>(lane % (kTokens < 8 ? kTokens : 8), lane / 8);
         return places;
     }
     BILLFISH_DEVICE void move(u32 by) {  // to another stage of a ring
@@ -74,10 +77,10 @@ struct LanePlaces {
 // for all, with a barrier, was slower (LOG 2026-11-15). The order of all sums is the same for every
 // kTokens. `release` is called at the end with a number that depends on every byte read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
-BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][kTokens / 8][4],
+BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][blocks_of(kTokens)][4],
                               Release release) {
     constexpr int kSteps = kGroup / 16;
-    constexpr int kBlocks = kTokens / 8;
+    constexpr int kBlocks = blocks_of(kTokens);
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
                              Raw<T>::kOneLower};
     constexpr bool kFew = kGroup == 32 && kTokens == 16;  // 96 registers: two blocks an SM

@@ -28,12 +28,6 @@ struct Slot {
         index = 0, parity ^= 1;
         return true;
     }
-    // To the next stage but one, of an even number.
-    BILLFISH_DEVICE bool advance_team(int stages) {
-        if ((index += 2) < stages) return false;
-        index -= stages, parity ^= 1;
-        return true;
-    }
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -112,7 +106,7 @@ struct Sums {
 
     // A warp's sums to their owners; `finish(sum, lower)` is what is sent, of integers the bits.
     template <class V, class Worker, class Finish>
-    static BILLFISH_DEVICE void send(const V (&acc)[2][kTokens / 8][4], u32 buffer, u32 barrier,
+    static BILLFISH_DEVICE void send(const V (&acc)[2][blocks_of(kTokens)][4], u32 buffer, u32 barrier,
                                      const Worker& me, int rank, int rows, int m, Finish finish) {
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
@@ -125,7 +119,7 @@ struct Sums {
                 const u32 to = in_block(buffer + place * 8, owner);
                 const u32 signal = in_block(barrier, owner);
 #pragma unroll
-                for (int block = 0; block < kTokens / 8; ++block) {
+                for (int block = 0; block < blocks_of(kTokens); ++block) {
                     const V(&sum)[4] = acc[brick][block];
                     if (block * 8 + me.lane % 4 * 2 < m)
                         store_remote(to + block * 4 * rows * 8, finish(sum[lower * 2], lower),

@@ -15,9 +15,11 @@
 
 namespace billfish {
 
-// Sums of a slice of 128 inputs: fp32 [group][token].
+// Sums of a slice of 128 inputs: fp32 [group][token], of 8 tokens at least.
 template <int kGroup, int kTokens>
-constexpr BILLFISH_DEVICE int sums_bytes() { return kRecordK / kGroup * kTokens * 4; }
+constexpr BILLFISH_DEVICE int sums_bytes() {
+    return kRecordK / kGroup * blocks_of(kTokens) * 32;
+}
 
 // Of 8 tokens, number 8 block and on: tokens are the left operand, rows 0-7 their first 64 inputs
 // and rows 8-15 the others, so that one product sums 32. The same order for every kTokens.
@@ -25,10 +27,12 @@ template <class T, int kGroup, int kTokens>
 BILLFISH_DEVICE void sum_tokens(u32 x, u32 sums, int block, int lane) {
     constexpr int kParts = kGroup == 32 ? 2 : 1;  // of 64 inputs
     const int matrix = lane / 8;
-    const u32 from = x + x_smem_offset<kTokens>(block * 8 + lane % 8, matrix % 2 * 8 + matrix / 2);
+    const int token = lane % (kTokens < 8 ? kTokens : 8);
+    const u32 from = x + x_smem_offset<kTokens>(block * 8 + token, matrix % 2 * 8 + matrix / 2);
     float sum[kParts][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
+        if (kParts == 2 && step == 2) __syncwarp();  // limits what ptxas hoists; without, it spills
         u32 a[4];
         load_matrices(a, from ^ step * 32);
         float(&d)[4] = sum[step * kParts / 4];
@@ -47,7 +51,8 @@ BILLFISH_DEVICE void sum_tokens(u32 x, u32 sums, int block, int lane) {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-            store_smem_float(to + (half * kParts + part) * kTokens * 4, sum[part][half * 2]);
+            store_smem_float(to + (half * kParts + part) * blocks_of(kTokens) * 32,
+                             sum[part][half * 2]);
     }
 }
 
@@ -60,7 +65,7 @@ struct BrickPlaces {
         : words(record + brick * kBrickBytes + lane * 16),
           scales(record + brick / 2 * 64 + lane / 4 * 8 + brick % 2 * 4),
           zeros(record + brick / 2 * 16 + lane / 4 * 2 + brick % 2),
-          x(x + x_smem_offset<kTokens>(lane % 8, lane / 8)),
+          x(x + x_smem_offset<kTokens>(lane % (kTokens < 8 ? kTokens : 8), lane / 8)),
           sums(sums + lane % 4 * 8) {}
     BILLFISH_DEVICE void move(u32 by) { 
         words += by, scales += by, zeros += by, x += by, sums += by;
@@ -73,10 +78,10 @@ struct BrickPlaces {
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kStride, int kFirst,
           int kCount, int kBands, class Summed>
 BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record, u32 slice_x,
-                                     u32 slice_sums, float (&acc)[kBands][kTokens / 8][4],
+                                     u32 slice_sums, float (&acc)[kBands][blocks_of(kTokens)][4],
                                      Summed summed) {
     using R = Record<kGroup, kAsymmetric>;
-    constexpr int kSteps = kGroup / 16, kBlocks = kTokens / 8;
+    constexpr int kSteps = kGroup / 16, kBlocks = blocks_of(kTokens);
     const u32 x = at.x + slice_x, words = at.words + record, scales = at.scales + record;
     float part[kCount][kBlocks][4];
     // Not unrolled where a group ends within 64 inputs, as in multiply().
@@ -116,7 +121,7 @@ BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record,
             if (!(kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1))) continue;
             const int group = (k64 * 4 + k32 * 2) / kSteps;
             if (kGroup == 128 || (k64 == 0 && k32 == (kGroup == 64))) summed();
-            const u32 from = at.sums + slice_sums + group * kTokens * 4;
+            const u32 from = at.sums + slice_sums + group * kBlocks * 32;
             float total[kBlocks][2];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {

@@ -8,8 +8,24 @@
 namespace billfish {
 
 constexpr int kTeams = 2, kTeamWarps = kMathWarps / kTeams;
+constexpr int kTeamBarriers = 64;  // bytes
 
 #if __CUDA_ARCH__ >= 900
+
+// A team's stage, of any number of stages, and the parity its barriers are waited for. A barrier
+// that a team waits for is that team's alone, `kTeamBarriers` behind the other's: with an odd number
+// of stages both teams have each stage by turns.
+struct TeamSlot {
+    int index;
+    u32 turns = 0;  // bit 1 is the parity
+    explicit BILLFISH_DEVICE TeamSlot(int team) : index(team) {}
+    BILLFISH_DEVICE u32 parity() const { return turns >> 1 & 1; }
+    BILLFISH_DEVICE bool advance(int stages) {  // true: it wrapped around
+        if ((index += kTeams) < stages) return false;
+        index -= stages, turns += 2 - stages % 2;
+        return true;
+    }
+};
 
 // A math warp: outputs [16 brick, 16 brick + 16) of each band. Recomputed like Share.
 template <int kFirstMathWarp>
@@ -45,7 +61,7 @@ struct TeamSums {
     };
 
     template <class Me, class Finish>
-    static BILLFISH_DEVICE void send(const float (&acc)[kBands][kTokens / 8][4], u32 buffer,
+    static BILLFISH_DEVICE void send(const float (&acc)[kBands][blocks_of(kTokens)][4], u32 buffer,
                                      u32 barrier, const Me& me, int rank, int have, int m,
                                      Finish finish) {
 #pragma unroll
@@ -58,7 +74,7 @@ struct TeamSums {
 #pragma unroll
             for (int lower = 0; lower < 2; ++lower) {
 #pragma unroll
-                for (int block = 0; block < kTokens / 8; ++block) {
+                for (int block = 0; block < blocks_of(kTokens); ++block) {
                     const float(&sum)[4] = acc[band][block];
                     if (block * 8 + me.lane % 4 * 2 < m)
                         store_remote(to + (lower * 8 * kTokens + block * 8) * 4,
@@ -72,7 +88,7 @@ struct TeamSums {
     // Adds what was sent to what this warp kept and stores it; `first` is the pass's first output.
     // `gated`: of every 16 rows the first 8 are gates and the others their ups, n / 2 results.
     template <class T, class Me, class Finish>
-    static BILLFISH_DEVICE void store(const float (&acc)[kBands][kTokens / 8][4], u32 buffer,
+    static BILLFISH_DEVICE void store(const float (&acc)[kBands][blocks_of(kTokens)][4], u32 buffer,
                                       const u16* bias, u16* out, const Me& me, int rank, int have,
                                       int m, int n, int first, bool gated, Finish finish) {
 #pragma unroll
@@ -81,7 +97,7 @@ struct TeamSums {
             if (band >= have || place.part != 0) continue;
             const int output = first + band * kRecordN + me.brick * 16 + me.lane / 4;
 #pragma unroll
-            for (int block = 0; block < kTokens / 8; ++block) {
+            for (int block = 0; block < blocks_of(kTokens); ++block) {
                 const int token = block * 8 + me.lane % 4 * 2;
                 if (token >= m) continue;
                 float sum[2][2];  // [upper or lower row][token]

@@ -62,9 +62,9 @@ struct DecodeStage {
     static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
-// Shared memory: [barriers, 256 B][stages][partial sums, two buffers]; where x is normed, sums of
+// Shared memory: [barriers, 384 B][stages][partial sums, two buffers]; where x is normed, sums of
 // its squares and its rows come before the stages. tile.py counts the same.
-constexpr int kBarrierBytes = 256;
+constexpr int kBarrierBytes = 384;
 
 #if __CUDA_ARCH__ >= 900
 
@@ -87,7 +87,7 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, 1>;
     using Exchange = Sums<kTokens, 1>;
     using Me = Worker<2, first_math_warp(1)>;  // sub: team, and one of two slices
-    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
     constexpr int kNext = 2 * Stage::kRecordBytes, kNextX = 2 * x_bytes(kTokens);
     LanePlaces<kTokens> places;
     {
@@ -97,15 +97,14 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
             ring.stages_at + Stage::kX + me.sub % 2 * x_bytes(kTokens), me.lane, me.within);
         places.move(me.sub / 2 * Stage::kBytes);
     }
-    Slot slot;
-    slot.index = Me().sub / 2;
+    TeamSlot slot(Me().sub / 2);
     cluster_wait();     // the other block's barriers must exist before the first remote store
     if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
     if (Share(n, k_tiles).bands == 0) return;
     float acc[2][kBlocks][4] = {};
     int left = Share(n, k_tiles).span - Me().sub / 2 * kSlices;  // slices
     for (; left > 0; left -= kTeams * kSlices) {
-        barrier_wait(ring.full + 8 * slot.index, slot.parity);
+        barrier_wait(ring.full + Me().sub / 2 * kTeamBarriers + 8 * slot.index, slot.parity());
         const int mine = left - Me().sub % 2;
         if (mine > 0) multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
         if (kSlices > 2 && mine > 2) {
@@ -116,7 +115,7 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
         barrier_arrive_after(ring.empty + 8 * slot.index,
                              acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0],
                              thread_index() % 32 == 0);
-        places.move(slot.advance_team(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
+        places.move(slot.advance(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
                                                    : kTeams * Stage::kBytes);
     }
     const Share share(n, k_tiles);
@@ -145,7 +144,7 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = TeamSums<kTokens, kBands>;
     using Me = Mate<first_math_warp(kBands)>;
-    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
     // A warp has two pairs of bricks in a stage: of bands 0, 1 and 2, 3, or of two slices.
     constexpr int kStride = kSlices * Stage::kRecordBytes;  // from band to band
     constexpr int kNext = kSlices == 1 ? 2 * kStride : Stage::kRecordBytes;  // from pair to pair
@@ -155,8 +154,7 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
 
     BrickPlaces<kTokens> places(ring.stages_at, ring.stages_at + Stage::kX,
                                 ring.stages_at + Stage::kSums, Me().brick, Me().lane);
-    Slot slot;
-    slot.index = Me().team;
+    TeamSlot slot(Me().team);
     places.move(slot.index * Stage::kBytes);
     cluster_wait();     // the other block's barriers must exist before the first remote store
     if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
@@ -173,14 +171,15 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
             span = share.span - (Me().team ^ pass & all) % kTeams * kSlices;
         }
         for (; rounds > 0; --rounds) {
-            barrier_wait(ring.full + 8 * slot.index, slot.parity);
+            const u32 own = Me().team * kTeamBarriers + 8 * slot.index;
+            barrier_wait(ring.full + own, slot.parity());
             const auto pair = [&](auto which, auto summed) {
                 constexpr int kAt = decltype(which)::kAt, kCount = decltype(which)::kCount;
                 multiply_bricks<T, S, kGroup, kAsymmetric, kTokens, kStride, kAt * kSecond, kCount,
                                 kBands>(places, kAt * kNext, kAt * kNextX, kAt * kNextSums, acc,
                                         summed);
             };
-            const auto wait = [&] { barrier_wait(ring.summed + 8 * slot.index, slot.parity); };
+            const auto wait = [&] { barrier_wait(ring.summed + own, slot.parity()); };
             if (have > 1)
                 pair(Bricks<0, 2>{}, wait);
             else
@@ -195,7 +194,7 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
             for (int band = 0; band < kBands; ++band) seen += acc[band][kBlocks - 1][0];
             __syncwarp();
             barrier_arrive_after(ring.empty + 8 * slot.index, seen, thread_index() % 32 == 0);
-            places.move(slot.advance_team(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
+            places.move(slot.advance(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
                                                        : kTeams * Stage::kBytes);
         }
         // `freed`: the other block's warps have read the sums of the pass before, and this one's
@@ -229,12 +228,12 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                             bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
-    constexpr int kSlices = Stage::kSlices, kBlocks = kTokens / 8;
+    constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    const u32 full = base, empty = base + 64, summed = base + 128, reduced = base + 192;
-    const u32 freed = reduced + 8;
+    const u32 full = base, summed = base + 128;  // of one team, then of the other
+    const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
     const u32 ring = kNormed ? normed + m * normed_bytes(k_tiles) : base + kBarrierBytes;
 
@@ -242,9 +241,11 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
-            barrier_init(full + 8 * i, 1 + 32);  // the bulk copy, and each lane's copies of x
+            for (int team = 0; team < kTeams; ++team) {  // the bulk copy, and each lane's of x
+                barrier_init(full + team * kTeamBarriers + 8 * i, 1 + 32);
+                barrier_init(summed + team * kTeamBarriers + 8 * i, 1);
+            }
             barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed);
-            barrier_init(summed + 8 * i, 1);
         }
         barrier_init(reduced, 1);
         barrier_init(freed, kMathWarps);
@@ -260,6 +261,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
         const Share share(n, k_tiles);
         const int passes = share.passes(kBands), span = share.span;
         Slot slot;
+        u32 turn = 0;  // whose stage it is: 0, or the other team's kTeamBarriers
         if (warp == 0) {
             if (lane == 0) {
                 const u64 policy = evict_first_policy();
@@ -274,7 +276,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                     for (int slice = 0; slice < span; slice += kSlices) {
                         const u32 bytes = min(kSlices, span - slice) * Stage::kRecordBytes;
                         const u32 to = ring + slot.index * Stage::kBytes;
-                        const u32 barrier = full + 8 * slot.index;
+                        const u32 barrier = full + turn + 8 * slot.index;
                         barrier_wait(empty + 8 * slot.index, slot.parity);
                         barrier_arrive_expect(barrier, have * bytes);
 #pragma unroll
@@ -284,19 +286,21 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                                           from + band * band_bytes, bytes, barrier, policy);
                         }
                         from += kSlices * Stage::kRecordBytes;
-                        slot.advance(stages);
+                        slot.advance(stages), turn ^= kTeamBarriers;
                     }
                 }
                 if (passes == 0) linger(share.most_bands * span);
             }
         } else if (warp >= kCopyWarps) {
             dependency_wait();
-            const int slots = passes * ((span + kSlices - 1) / kSlices);
-            slot.index = warp - kCopyWarps;
-            for (int at = slot.index; at < slots; at += kTeams) {
+            const int team = warp - kCopyWarps;
+            TeamSlot slot(team);
+            int left = (passes * ((span + kSlices - 1) / kSlices) + 1 - team) / kTeams;
+            for (; left > 0; --left) {
                 const u32 stage = ring + slot.index * Stage::kBytes;
-                barrier_wait(full + 8 * slot.index, slot.parity);
-#pragma unroll 2
+                const u32 own = full + team * kTeamBarriers + 8 * slot.index;
+                barrier_wait(own, slot.parity());
+#pragma unroll 1
                 for (int item = 0; item < kSlices * kBlocks; ++item) {  // 8 tokens of a slice
                     const int sub = item / kBlocks;
                     sum_tokens<T, kGroup, kTokens>(
@@ -305,24 +309,15 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                 }
                 __syncwarp();
                 if (lane == 0) {
-                    barrier_arrive(summed + 8 * slot.index);
-                    barrier_arrive(empty + 8 * slot.index);
+                    barrier_arrive(own + (summed - full));
+                    barrier_arrive((own & ~kTeamBarriers) + (empty - full));
                 }
-                slot.advance_team(stages);
+                slot.advance(stages);
             }
         } else {
-            // Lanes 0-15 copy even tokens, 16-31 odd ones: a slice is one addition, one XOR and one
-            // copy for every two tokens. An odd m copies one row twice.
+            // Lanes 0-15 copy even tokens, 16-31 odd ones. An odd m copies one row twice.
             const int chunk = lane % 16, x_tiles = (x_k + kRecordK - 1) / kRecordK;
             const u32 to = ring + Stage::kX + x_smem_offset<kTokens>(lane / 16, chunk);
-            constexpr int kPairs = (kNormed ? kMostNormed : kTokens) / 2;
-            int from[kPairs];
-#pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) {
-                const int token = min(2 * pair + lane / 16, m - 1);
-                from[pair] = kNormed ? normed + token * normed_bytes(k_tiles) + chunk * 16
-                                     : token * x_k + chunk * 8;
-            }
             slot.parity = 1;
             if (kNormed)
                 sync_some<2, 32 * (1 + kMathWarps)>();
@@ -339,20 +334,23 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                         const int own = min(slice + sub, span - 1) * kRecordK * 2;
                         const u32 here = to + slot.index * Stage::kBytes + sub * x_bytes(kTokens);
 #pragma unroll
-                        for (int pair = 0; pair < kPairs; ++pair) {
+                        for (int pair = 0; pair < kTokens / 2; ++pair) {
                             if (2 * pair >= m) continue;
+                            const int token = min(2 * pair + lane / 16, m - 1);
                             const u32 there = (here ^ pair % 4 * 32) + pair * 2 * kXLine;
                             if constexpr (kNormed)
-                                store_smem_bits_16(there, load_smem_16(from[pair] + own));
+                                store_smem_bits_16(
+                                    there, load_smem_16(normed + token * normed_bytes(k_tiles) +
+                                                        chunk * 16 + own));
                             else
-                                copy_async_16(there, x + (from[pair] + column), bytes);
+                                copy_async_16(there, x + (token * x_k + chunk * 8 + column), bytes);
                         }
                     }
                     if constexpr (kNormed)
-                        barrier_arrive(full + 8 * slot.index);
+                        barrier_arrive(full + turn + 8 * slot.index);
                     else
-                        barrier_arrive_after_copies(full + 8 * slot.index);
-                    slot.advance(stages);
+                        barrier_arrive_after_copies(full + turn + 8 * slot.index);
+                    slot.advance(stages), turn ^= kTeamBarriers;
                 }
             }
         }

@@ -11,7 +11,7 @@ from billfish.kernels import clusters, striped, tiles
 from billfish.kernels.device import capability
 from billfish.kernels.jit import Program
 from billfish.kernels.launch import Kernel
-from billfish.schemes.w4a16.cuda import arrange, batch
+from billfish.schemes.w4a16.cuda import arrange, batch, tile
 from billfish.schemes.w4a16.scheme import W4A16
 
 HERE = Path(__file__).parent
@@ -53,8 +53,8 @@ def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kerne
 
 @functools.cache
 def normed_kernel(kind: Kind, dtype: torch.dtype, bands: int) -> Kernel:
-    """Of up to 8 tokens, as few_kernel, that are normed first."""
-    return _kernel("decode", kind, dtype, 8, bands, name="normed")
+    """Of up to two tokens, as few_kernel, that are normed first."""
+    return _kernel("decode", kind, dtype, 2, bands, name="normed")
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def programs(
         return ()
     kind = kind_of(scheme, kernel, dtype)
     if kernel == "decode":
-        kernels = [few_kernel(kind, dtype, t, b) for t in (8, 16) for b in (1, 2, 4)]
+        kernels = [few_kernel(kind, dtype, t, b) for t in tile.TOKENS for b in (1, 2, 4)]
     else:
         tokens = stripe_tokens(kind, dtype)
         kernels = [few_kernel(kind, dtype, t, striped.BANDS[t]) for t in tokens]

@@ -51,7 +51,7 @@ class Plan:
         self.bands, self.k_tiles = -(-n // arrange.N), -(-k // arrange.K) * kind.planes
         self.panel = panel_kernel(kind, dtype).load(index)
         if kind.kernel == "decode":
-            self.few = {tokens: self._decode(index, tokens) for tokens in (8, 16)}
+            self.few = {tokens: self._decode(index, tokens) for tokens in tile.TOKENS}
         else:
             self.few = {t: self._stripe(index, t) for t in stripe_tokens(kind, dtype)}
         self.most = max(self.few)

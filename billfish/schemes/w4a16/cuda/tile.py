@@ -15,7 +15,7 @@ from billfish.kernels.clusters import (
 )
 from billfish.kernels.device import Gpu
 
-BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
+TOKENS = (2, 8, MOST_TOKENS)  # of the kernel: x of two leaves room for more stages
 GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
 WORD_BYTES = 4096
 LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
@@ -37,10 +37,10 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
     def stage(tokens: int, bands: int) -> int:
         sums = groups * 4 if sums_apart(bands) else 0
         slices = 2 if bands == 1 and tokens == MOST_TOKENS else STAGE_RECORDS // bands
-        x = slices * tokens * (BRICK_K * 2 + sums)
+        x = slices * (tokens * BRICK_K * 2 + max(tokens, 8) * sums)
         return -(-(slices * bands * record_bytes + x) // 128) * 128
 
-    return pick(m, n, gpu, stage, 1, besides, teams=True)
+    return pick(m, n, gpu, stage, 1, besides, True, TOKENS)
 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
