@@ -20,8 +20,8 @@ struct TeamSlot {
     u32 turns = 0;  // bit 1 is the parity
     explicit BILLFISH_DEVICE TeamSlot(int team) : index(team) {}
     BILLFISH_DEVICE u32 parity() const { return turns >> 1 & 1; }
-    BILLFISH_DEVICE bool advance(int stages) {  // true: it wrapped around
-        if ((index += kTeams) < stages) return false;
+    BILLFISH_DEVICE bool advance(int stages, int by = kTeams) {  // true: it wrapped around
+        if ((index += by) < stages) return false;
         index -= stages, turns += 2 - stages % 2;
         return true;
     }

@@ -36,13 +36,16 @@ constexpr BILLFISH_DEVICE int decode_threads(int bands) {
     return 32 * (first_math_warp(bands) + kMathWarps);
 }
 
-// With sums apart 16 tokens need 90 registers where 80 would let two blocks on an SM: the four
-// other warps give some of theirs. Only Hopper's code can.
+// With sums apart 16 tokens, and four bands, need 90 registers where 80 would let two blocks on an
+// SM: the four other warps give some of theirs. Only Hopper's code can.
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool kMovesRegisters = true;
 #else
 constexpr bool kMovesRegisters = false;
 #endif
+constexpr BILLFISH_DEVICE bool moves_registers(int tokens, int bands) {
+    return kMovesRegisters && sums_apart(bands) && (tokens == 16 || bands == 4);
+}
 constexpr BILLFISH_DEVICE int blocks_of_sm(int tokens, int bands) {
     return tokens == 16 && sums_apart(bands) && !kMovesRegisters ? 1 : 2;
 }
@@ -151,6 +154,8 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
     constexpr int kNextX = kSlices == 1 ? 0 : x_bytes(kTokens);
     constexpr int kNextSums = kSlices == 1 ? 0 : Stage::kSumsBytes;
     constexpr int kSecond = kSlices == 1 ? 2 : 0;  // first band of the second pair
+    // Both pairs of a slice at once, where sums of few tokens leave registers.
+    constexpr bool kAtOnce = kMovesRegisters && kSlices == 1 && kTokens <= 8;
 
     BrickPlaces<kTokens> places(ring.stages_at, ring.stages_at + Stage::kX,
                                 ring.stages_at + Stage::kSums, Me().brick, Me().lane);
@@ -180,14 +185,23 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
                                         summed);
             };
             const auto wait = [&] { barrier_wait(ring.summed + own, slot.parity()); };
-            if (have > 1)
+            if constexpr (kAtOnce) {
+                if (have == 4)
+                    pair(Bricks<0, 4>{}, wait);
+                else if (have == 3)
+                    pair(Bricks<0, 3>{}, wait);
+            }
+            if (have == 2 || have > 2 && !kAtOnce)
                 pair(Bricks<0, 2>{}, wait);
-            else
+            else if (have == 1)
                 pair(Bricks<0, 1>{}, wait);
-            if (kSlices == 1 ? have > 3 : have > 1 && span > 1)
-                pair(Bricks<1, 2>{}, [] {});
-            else if (kSlices == 1 ? have > 2 : span > 1)
-                pair(Bricks<1, 1>{}, [] {});
+            if constexpr (!kAtOnce) {
+                const bool second = kSlices > 1 ? span > 1 : have > 2;
+                if (second && have % 2 == 0)
+                    pair(Bricks<1, 2>{}, [] {});
+                else if (second)
+                    pair(Bricks<1, 1>{}, [] {});
+            }
             span -= kTeams * kSlices;
             float seen = 0;
 #pragma unroll
@@ -243,9 +257,9 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
         for (int i = 0; i < stages; ++i) {
             for (int team = 0; team < kTeams; ++team) {  // the bulk copy, and each lane's of x
                 barrier_init(full + team * kTeamBarriers + 8 * i, 1 + 32);
-                barrier_init(summed + team * kTeamBarriers + 8 * i, 1);
+                barrier_init(summed + team * kTeamBarriers + 8 * i, kSumWarps);
             }
-            barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed);
+            barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed * kSumWarps);
         }
         barrier_init(reduced, 1);
         barrier_init(freed, kMathWarps);
@@ -256,7 +270,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
 
     if (warp < kFirstMathWarp) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-        if constexpr (kTokens == 16 && Stage::kSummed) give_registers<32>();
+        if constexpr (moves_registers(kTokens, kBands)) give_registers<32>();
 #endif
         const Share share(n, k_tiles);
         const int passes = share.passes(kBands), span = share.span;
@@ -292,27 +306,27 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                 if (passes == 0) linger(share.most_bands * span);
             }
         } else if (warp >= kCopyWarps) {
+            constexpr int kItems = kSlices * kBlocks;  // of 8 tokens of a slice
             dependency_wait();
-            const int team = warp - kCopyWarps;
-            TeamSlot slot(team);
-            int left = (passes * ((span + kSlices - 1) / kSlices) + 1 - team) / kTeams;
-            for (; left > 0; --left) {
+            TeamSlot slot(0);
+            for (int left = passes * ((span + kSlices - 1) / kSlices); left > 0; --left) {
                 const u32 stage = ring + slot.index * Stage::kBytes;
-                const u32 own = full + team * kTeamBarriers + 8 * slot.index;
+                const u32 own = full + turn + 8 * slot.index;
                 barrier_wait(own, slot.parity());
-#pragma unroll 1
-                for (int item = 0; item < kSlices * kBlocks; ++item) {  // 8 tokens of a slice
-                    const int sub = item / kBlocks;
+#pragma unroll
+                for (int item = 0; item < kItems; item += kSumWarps) {
+                    const int mine = item + warp - kCopyWarps, sub = mine / kBlocks;
+                    if (kItems % kSumWarps && mine >= kItems) break;
                     sum_tokens<T, kGroup, kTokens>(
                         stage + Stage::kX + sub * x_bytes(kTokens),
-                        stage + Stage::kSums + sub * Stage::kSumsBytes, item % kBlocks, lane);
+                        stage + Stage::kSums + sub * Stage::kSumsBytes, mine % kBlocks, lane);
                 }
                 __syncwarp();
                 if (lane == 0) {
                     barrier_arrive(own + (summed - full));
                     barrier_arrive((own & ~kTeamBarriers) + (empty - full));
                 }
-                slot.advance(stages);
+                slot.advance(stages, 1), turn ^= kTeamBarriers;
             }
         } else {
             // Lanes 0-15 copy even tokens, 16-31 odd ones. An odd m copies one row twice.
@@ -360,7 +374,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (kTokens == 16 && Stage::kSummed) take_registers<104>();
+    if constexpr (moves_registers(kTokens, kBands)) take_registers<104>();
 #endif
     if constexpr (kNormed) {
         constexpr int kOwn = kNormThreads / kCluster / (32 * kMathWarps);
