@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from billfish.kernels.clusters import BARRIER_BYTES, CLUSTER
+from billfish.kernels.clusters import CLUSTER, MORE, TEAM_BARRIER_BYTES
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.tile import LEAST_STAGES, pick_normed, pick_tile
@@ -40,26 +40,32 @@ def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
     for record in RECORDS:
         tiles = [pick_tile(m, n, record, gpu) for m in range(1, 17)]
         assert {(t.bands, t.blocks) for t in tiles} == {(tiles[0].bands, tiles[0].blocks)}
-        assert [t.tokens for t in tiles] == [8] * 8 + [16] * 8
+        assert [t.tokens for t in tiles] == [2] * 2 + [8] * 6 + [16] * 8
         for tile in tiles:
             assert tile.blocks % CLUSTER == 0 and tile.blocks // CLUSTER <= gpu.sms
             assert 2 <= tile.stages <= 8 and tile.smem <= gpu.smem_per_block
             share = math.ceil(math.ceil(n / 64) / (tile.blocks // CLUSTER))
             passes = math.ceil(share / tile.bands)
-            # decode.cuh: stages of four records, their slices of x and, where two bands or more
-            # share these, their sums in each group; then sums of results, twice if needed
+            # team_loops.cuh: stages of four records, two of 16 tokens of one band, their slices of
+            # x and, where two bands or more share these, their sums in each group; then sums of
+            # results: of one band of four slices, else of three of four warps
             groups = {4224: 1, 4256: 1, 4352: 2, 4416: 2, 4608: 4, 4736: 4}[record]
-            slice_ = tile.tokens * (256 + (4 * groups if tile.bands > 1 else 0))
-            stage = -(-(4 * record + 4 // tile.bands * slice_) // 128) * 128
-            sums = 4 * 64 * tile.tokens * 4 * min(passes, 2)
-            assert tile.smem == BARRIER_BYTES + tile.stages * stage + sums
+            one = tile.bands == 1
+            slices = 2 if one and tile.tokens == 16 else 4 // tile.bands
+            x = tile.tokens * 256 + (0 if one else 4 * groups * max(tile.tokens, 8))
+            stage = -(-slices * (tile.bands * record + x) // 128) * 128
+            sums = (2 * 4 if one else 3 * tile.bands) * 32 * tile.tokens * 4
+            assert passes == 1 or not one
+            assert tile.smem == TEAM_BARRIER_BYTES + tile.stages * stage + sums
 
 
 @pytest.mark.parametrize("n", OUTPUTS)
 def test_two_blocks_fit_on_a_hopper_sm(n):
     for record in RECORDS:
         for m in (1, 16):
-            assert 2 * (pick_tile(m, n, record, H200).smem + 1024) <= H200.smem_per_sm
+            tile = pick_tile(m, n, record, H200)
+            more = MORE if tile.bands == 1 else 0  # of which an SM gets one
+            assert 2 * (tile.smem - more + 1024) <= H200.smem_per_sm
 
 
 @pytest.mark.parametrize("n", OUTPUTS)
@@ -85,10 +91,11 @@ def test_normed_launches_fit_and_split_as_others(gpu, n):
             assert fit[2] is None
             for m, tile in enumerate(fit, 1):
                 if tile is not None:
-                    assert (tile.tokens, tile.bands, tile.blocks) == (8, plain.bands, plain.blocks)
+                    assert (tile.tokens, tile.bands, tile.blocks) == (2, plain.bands, plain.blocks)
                     assert LEAST_STAGES <= tile.stages <= plain.stages and tile.blocks >= m
                     assert plain.stages > tile.stages or tile.smem > plain.smem
-                    assert 2 * (tile.smem + 1024) <= gpu.smem_per_sm
+                    more = MORE if tile.bands == 1 else 0
+                    assert 2 * (tile.smem - more + 1024) <= gpu.smem_per_sm
 
 
 def test_which_layers_norm_their_input():
