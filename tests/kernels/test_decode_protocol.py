@@ -11,9 +11,8 @@ from collections import Counter
 
 import pytest
 
-# bands at most, slices of a stage, sum warps of a stage
-KINDS = [(1, 4, 0), (1, 2, 0), (2, 2, 2), (2, 2, 1), (4, 1, 2), (4, 1, 1)]
-TEAMS, TEAM_WARPS, SUM_WARPS = 2, 4, 2
+KINDS = [(1, 4), (1, 2), (2, 2), (4, 1)]  # bands at most, slices of a stage
+TEAMS, TEAM_WARPS = 2, 4  # and of more than one band a warp that sums x for each team
 WARPS = TEAMS * TEAM_WARPS
 
 
@@ -37,34 +36,34 @@ class Barrier:
 
 
 class Slot:
-    """TeamSlot, or the ring's own where it goes `by` one."""
+    """TeamSlot: the two teams have the stages by turns."""
 
-    def __init__(self, stages, index=0, parity=0):
-        self.stages, self.index, self.turns = stages, index, 2 * parity
+    def __init__(self, stages, team):
+        self.stages, self.index, self.rounds = stages, team, 0
 
     @property
     def parity(self):
-        return self.turns // 2 % 2
+        return self.rounds // (1 + self.stages % 2) % 2
 
-    def advance(self, by):
-        self.index += by
+    def advance(self):
+        self.index += TEAMS
         if self.index >= self.stages:
             self.index -= self.stages
-            self.turns += 2 - self.stages % 2
+            self.rounds += 1
 
 
 class Block:
-    def __init__(self, rank, span, stages, summers):
+    def __init__(self, rank, span, stages, summed):
         self.rank, self.span = rank, span
 
         def of_teams(arrivals):
             return [[Barrier(arrivals) for _ in range(stages)] for _ in range(TEAMS)]
 
         self.full = of_teams(2)  # weights, and the warp that copies x
-        self.summed = of_teams(summers or 1)
-        self.empty = [Barrier(TEAM_WARPS + summers) for _ in range(stages)]
+        self.summed = of_teams(1)
+        self.empty = [Barrier(TEAM_WARPS + summed) for _ in range(stages)]
         self.reduced, self.freed = Barrier(1), Barrier(WARPS)
-        self.ring = {}  # (slot, "weights", "x" or of an item "sums") -> (pass, stage)
+        self.ring = {}  # (slot, "weights", "x" or "sums") -> (pass, stage)
         self.readers = Counter()  # of a slot
         self.sums = {}  # (row, part) -> pass
         self.waiting = []  # passes of warps that are to read them
@@ -76,12 +75,13 @@ class Block:
 class Model:
     def __init__(self, seed, kind, stages, haves, spans, shared=False, freed=True, meet=True):
         self.random = random.Random(seed)
-        self.bands, self.slices, self.summers = kind
+        self.bands, self.slices = kind
+        self.summed = self.bands > 1
         self.stages, self.haves = stages, haves
         # Mistakes: teams that share barriers; warps that send sums before the other block's have
         # read those of the pass before, or before their own block's have.
         self.shared, self.freed, self.meet = shared, freed, meet
-        self.blocks = [Block(rank, span, stages, self.summers) for rank, span in enumerate(spans)]
+        self.blocks = [Block(rank, span, stages, self.summed) for rank, span in enumerate(spans)]
         self.flying = []  # what memory has yet to do
 
     def turns(self, block):
@@ -115,23 +115,19 @@ class Model:
                 index, parity = 0, parity ^ 1
             yield
 
-    def sum(self, block, mate):
-        """A sum warp of all stages, with half of each, or of one team's."""
-        each = self.summers == SUM_WARPS
-        first, step = (0, 1) if each else (mate, TEAMS)
-        slot = Slot(self.stages, first)
-        for count, tag in list(enumerate(self.turns(block)))[first::step]:
-            team, index = self.team(count), slot.index
-            while not block.full[team][index].done(slot.parity):
+    def sum(self, block, team):
+        slot = Slot(self.stages, team)
+        for count, tag in list(enumerate(self.turns(block)))[team::TEAMS]:
+            own, index = self.team(count), slot.index
+            while not block.full[own][index].done(slot.parity):
                 yield
             assert block.ring[index, "x"] == tag
             yield
             assert block.ring[index, "x"] == tag
-            for item in [mate] if each else range(SUM_WARPS):
-                block.ring[index, f"sums {item}"] = tag
-            block.summed[team][index].arrive()
+            block.ring[index, "sums"] = tag
+            block.summed[own][index].arrive()
             block.empty[index].arrive()
-            slot.advance(step)
+            slot.advance()
             yield
 
     def math(self, block, team, mate):
@@ -148,15 +144,14 @@ class Model:
                 yield
                 for what in ("weights", "x"):
                     assert block.ring[index, what] == tag, what
-                while self.summers and not block.summed[own][index].done(slot.parity):
+                while self.summed and not block.summed[own][index].done(slot.parity):
                     yield
-                for item in range(SUM_WARPS if self.summers else 0):
-                    assert block.ring[index, f"sums {item}"] == tag
+                assert not self.summed or block.ring[index, "sums"] == tag
                 for sub in range(self.slices):
                     slice_ = tag[1] * self.slices + sub
                     if slice_ >= block.span:
                         continue
-                    if self.summers:  # a brick of every band
+                    if self.summed:  # a brick of every band
                         for band in range(have):
                             block.multiplied[number, band, mate, slice_] += 1
                     elif sub % 2 == mate // 2:  # half of a band
@@ -165,13 +160,13 @@ class Model:
                 yield
                 block.readers[index] -= 1
                 block.empty[index].arrive()
-                slot.advance(TEAMS)
+                slot.advance()
                 yield
             yield from self.reduce(block, team, mate, number, have)
 
     def parts(self, rank, team, mate, have):
         """(owner, row of 16, part) of a warp's sums."""
-        if self.summers:
+        if self.summed:
             for band in range(have):
                 owner, row = divmod(band * TEAM_WARPS + mate, have * TEAM_WARPS // 2)
                 yield owner, row, (rank ^ owner) * TEAMS + (team ^ band % TEAMS)
@@ -183,12 +178,12 @@ class Model:
         other = self.blocks[block.rank ^ 1]
         while self.freed and number > 0 and not block.freed.done((number - 1) % 2):
             yield
-        parts = 3 if self.summers else 8
+        parts = 3 if self.summed else 8
         rows = have * 2
         if (team, mate) == (0, 0):
             block.reduced.arrive(expect=rows * parts)
         for owner, row, part in self.parts(block.rank, team, mate, have):
-            if self.summers and part == 0:
+            if self.summed and part == 0:
                 continue  # kept
 
             def land(owner=self.blocks[owner], key=(row, part)):
@@ -203,7 +198,7 @@ class Model:
         while not block.reduced.done(number % 2):
             yield
         yield
-        first = 1 if self.summers else 0  # part 0 is what a warp kept
+        first = 1 if self.summed else 0  # part 0 is what a warp kept
         keys = [(row, part + first) for row in range(rows) for part in range(parts)]
         assert all(block.sums.get(key) == number for key in keys), "sums of another pass"
         block.waiting.remove(number)
@@ -218,7 +213,7 @@ class Model:
         actors = []
         for block in self.blocks:
             mine = [self.copier(block, "weights"), self.copier(block, "x")]
-            mine += [self.sum(block, mate) for mate in range(SUM_WARPS if self.summers else 0)]
+            mine += [self.sum(block, team) for team in range(TEAMS if self.summed else 0)]
             mine += [
                 self.math(block, team, mate) for team in range(TEAMS) for mate in range(TEAM_WARPS)
             ]
@@ -278,7 +273,7 @@ def test_any_order_ends_and_is_right(kind, stages):
 def test_the_model_sees_mistakes(mistake, spans):
     with pytest.raises(AssertionError):
         for seed in range(200):
-            Model(seed, (4, 1, 1), 3, [3, 2, 4, 2], spans, **mistake).run()
+            Model(seed, (4, 1), 3, [3, 2, 4, 2], spans, **mistake).run()
 
 
 def test_the_model_sees_passes_of_one_band():
@@ -286,4 +281,4 @@ def test_the_model_sees_passes_of_one_band():
     warp that keeps all its sums and is late would find `freed` two phases ahead."""
     with pytest.raises(AssertionError):
         for seed in range(200):
-            Model(seed, (4, 1, 1), 3, [2, 1, 1], [0, 1]).run()
+            Model(seed, (4, 1), 3, [2, 1, 1], [0, 1]).run()

@@ -298,9 +298,17 @@ def test_identity_returns_the_weights_rounded_once(kernel, compiled):
 
 
 MISTAKES = [
-    ("decode: team_loops", r"barrier_wait\(ring\.full \+ own, slot\.parity\(\)\);", ";"),
+    (
+        "decode: team_loops",
+        r"barrier_wait\(ring\.full \+ own, slot\.parity\(ring\.stages\)\);",
+        ";",
+    ),
     ("decode: team_loops", r"barrier_wait\(ring\.reduced, pass & 1\);", ";"),
-    ("decode: team_loops", r"barrier_wait\(ring\.summed \+ own, slot\.parity\(\)\);", ";"),
+    (
+        "decode: team_loops",
+        r"barrier_wait\(ring\.summed \+ own, slot\.parity\(ring\.stages\)\);",
+        ";",
+    ),
     ("decode: teams", r"index >= half", "0"),
     ("decode", r"barrier_wait\(empty \+ 8 \* slot\.index, slot\.parity\);", ";"),
     ("batch: decoded", r"barrier_wait\(places\.full\(slot\.index\), slot\.parity\);", ";"),

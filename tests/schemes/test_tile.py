@@ -53,7 +53,7 @@ def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
             one = tile.bands == 1
             slices = 2 if one and tile.tokens == 16 else 4 // tile.bands
             x = tile.tokens * 256 + (0 if one else 4 * groups * max(tile.tokens, 8))
-            stage = -(-slices * (tile.bands * record + x) // 128) * 128
+            stage = sum(-(-slices * each // 128) * 128 for each in (tile.bands * record, x))
             sums = (2 * 4 if one else 3 * tile.bands) * 32 * tile.tokens * 4
             assert passes == 1 or not one
             assert tile.smem == TEAM_BARRIER_BYTES + tile.stages * stage + sums

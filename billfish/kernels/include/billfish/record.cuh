@@ -70,6 +70,19 @@ struct LanePlaces {
     }
 };
 
+// A lane's words of 64 inputs of a brick: all with the first half of the inputs or, where registers
+// are few, half of them with each.
+template <bool kFew>
+BILLFISH_DEVICE void load_words(u32 address, int k32, u32 (&word)[4]) {
+    if (kFew) {
+        const uint2 v = load_smem_8(address + k32 * 8);
+        word[k32 * 2] = v.x, word[k32 * 2 + 1] = v.y;
+    } else if (k32 == 0) {
+        const uint4 v = load_smem_16(address);
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    }
+}
+
 // acc (32 outputs x kTokens) += raw weights (32 outputs x 128 inputs) * x^T, scaled; finish() after
 // all of k divides by the raw unit.
 //
@@ -77,8 +90,8 @@ struct LanePlaces {
 // for all, with a barrier, was slower (LOG 2026-11-15). The order of all sums is the same for every
 // kTokens. `release` is called at the end with a number that depends on every byte read.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, class Release>
-BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2][blocks_of(kTokens)][4],
-                              Release release) {
+BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places,
+                              float (&acc)[2][blocks_of(kTokens)][4], Release release) {
     constexpr int kSteps = kGroup / 16;
     constexpr int kBlocks = blocks_of(kTokens);
     constexpr u32 kOne[4] = {Raw<T>::kOneUpper, Raw<T>::kOneLower, Raw<T>::kOneUpper,
@@ -94,15 +107,7 @@ BILLFISH_DEVICE void multiply(const LanePlaces<kTokens>& places, float (&acc)[2]
         for (int k32 = 0; k32 < 2; ++k32) {
 #pragma unroll
             for (int brick = 0; brick < 2; ++brick) {
-                const u32 at = places.words + (k64 * 4 + brick) * kBrickBytes;
-                if (kFew) {
-                    const uint2 v = load_smem_8(at + k32 * 8);
-                    word[brick][k32 * 2] = v.x, word[brick][k32 * 2 + 1] = v.y;
-                } else if (k32 == 0) {
-                    const uint4 v = load_smem_16(at);
-                    word[brick][0] = v.x, word[brick][1] = v.y;
-                    word[brick][2] = v.z, word[brick][3] = v.w;
-                }
+                load_words<kFew>(places.words + (k64 * 4 + brick) * kBrickBytes, k32, word[brick]);
             }
             const int group = (k64 * 4 + k32 * 2) / kSteps;
             const bool last = kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1);

@@ -94,7 +94,7 @@ BILLFISH_DEVICE void load_sum(u32 address, u32& v) { v = load_smem_4(address); }
 
 // The sums of a pass, reduced once a tile (MARLIN 3.4): `rows` of its outputs belong to this block,
 // as many to the other one. `buffer` holds [block and slice][two tokens][row][token]: lanes read
-// neighbouring rows from different banks ([row][token]: 16 tokens of 4096 outputs took 1.1 us more).
+// neighbouring rows from different banks ([row][token]: 16 tokens of 4096 outputs, 1.1 us more).
 template <int kTokens, int kBands>
 struct Sums {
     static constexpr int kSlices = 4 / kBands, kParts = kCluster * kSlices;
@@ -106,8 +106,9 @@ struct Sums {
 
     // A warp's sums to their owners; `finish(sum, lower)` is what is sent, of integers the bits.
     template <class V, class Worker, class Finish>
-    static BILLFISH_DEVICE void send(const V (&acc)[2][blocks_of(kTokens)][4], u32 buffer, u32 barrier,
-                                     const Worker& me, int rank, int rows, int m, Finish finish) {
+    static BILLFISH_DEVICE void send(const V (&acc)[2][blocks_of(kTokens)][4], u32 buffer,
+                                     u32 barrier, const Worker& me, int rank, int rows, int m,
+                                     Finish finish) {
 #pragma unroll
         for (int brick = 0; brick < 2; ++brick) {
 #pragma unroll
@@ -156,11 +157,11 @@ struct Sums {
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows) continue;  // all lanes: rows are a multiple of 32
+            const u32 from = buffer + (token / 2 * rows + row) * 8 + token % 2 * 4;
             V part[kParts], sum = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i)
-                load_sum(buffer + ((i * (kTokens / 2) + token / 2) * rows + row) * 8 + token % 2 * 4,
-                         part[i]);
+                load_sum(from + i * (kTokens / 2) * rows * 8, part[i]);
 #pragma unroll
             for (int i = 0; i < kParts; ++i) sum += part[i];
             float total = value(sum, token);

@@ -67,7 +67,7 @@ struct BrickPlaces {
           zeros(record + brick / 2 * 16 + lane / 4 * 2 + brick % 2),
           x(x + x_smem_offset<kTokens>(lane % (kTokens < 8 ? kTokens : 8), lane / 8)),
           sums(sums + lane % 4 * 8) {}
-    BILLFISH_DEVICE void move(u32 by) { 
+    BILLFISH_DEVICE void move(u32 by) {
         words += by, scales += by, zeros += by, x += by, sums += by;
     }
 };
@@ -82,6 +82,7 @@ BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record,
                                      Summed summed) {
     using R = Record<kGroup, kAsymmetric>;
     constexpr int kSteps = kGroup / 16, kBlocks = blocks_of(kTokens);
+    constexpr bool kFew = kGroup == 32 && kTokens == 16;
     const u32 x = at.x + slice_x, words = at.words + record, scales = at.scales + record;
     float part[kCount][kBlocks][4];
     // Not unrolled where a group ends within 64 inputs, as in multiply().
@@ -89,12 +90,11 @@ BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record,
     for (int k64 = 0; k64 < 2; ++k64) {
         u32 word[kCount][4];
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const uint4 v = load_smem_16(words + i * kStride + k64 * 4 * kBrickBytes);
-            word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
-        }
-#pragma unroll
         for (int k32 = 0; k32 < 2; ++k32) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                load_words<kFew>(
+                    words + i * kStride + k64 * 4 * kBrickBytes, k32, word[i]);
             u32 b[kBlocks][4];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block)
@@ -119,6 +119,7 @@ BILLFISH_DEVICE void multiply_bricks(const BrickPlaces<kTokens>& at, u32 record,
                 }
             }
             if (!(kGroup == 32 || (kGroup == 64 ? k32 == 1 : k64 == 1 && k32 == 1))) continue;
+            if (kFew) __syncwarp();  // limits what ptxas hoists; without it, it spills
             const int group = (k64 * 4 + k32 * 2) / kSteps;
             if (kGroup == 128 || (k64 == 0 && k32 == (kGroup == 64))) summed();
             const u32 from = at.sums + slice_sums + group * kBlocks * 32;

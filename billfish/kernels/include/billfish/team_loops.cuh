@@ -1,5 +1,5 @@
-// What the math warps of w4a16_decode do: stages of records, x and its sums, as products (two teams,
-// teams.cuh), and partial sums, as results.
+// What the math warps of w4a16_decode do: stages of records, of x and of its sums become products,
+// two teams at work (teams.cuh), and partial sums become results.
 #pragma once
 
 #include "billfish/summed.cuh"
@@ -7,14 +7,11 @@
 
 namespace billfish {
 
-constexpr int kCopyWarps = 2, kSumWarps = 2;
+constexpr int kCopyWarps = 2, kSumWarps = kTeams;
 
 // A stage of one band has four slices of x, whose sums would be used twice each: 16 tokens of
 // 14336 x 4096 took 17.6 us for 14.9. Its math warps make them (record.cuh).
 constexpr BILLFISH_DEVICE bool sums_apart(int bands) { return bands > 1; }
-
-// Sum warps of a stage: both, or one of each team's stages.
-constexpr BILLFISH_DEVICE int summers(int tokens) { return tokens == 16 ? 1 : kSumWarps; }
 
 constexpr BILLFISH_DEVICE int first_math_warp(int bands) {
     return kCopyWarps + (sums_apart(bands) ? kSumWarps : 0);
@@ -44,12 +41,11 @@ template <int kGroup, bool kAsymmetric, int kTokens, int kBands>
 struct DecodeStage {
     static constexpr int kSlices = kBands == 1 && kTokens == 16 ? 2 : 4 / kBands;  // of 128 inputs
     static constexpr int kRecordBytes = Record<kGroup, kAsymmetric>::kBytes;
-    static constexpr int kX = kBands * kSlices * kRecordBytes;  // byte offset
+    static constexpr int kX = (kBands * kSlices * kRecordBytes + 127) / 128 * 128;  // byte offset
     static constexpr int kSums = kX + kSlices * x_bytes(kTokens);
     static constexpr bool kSummed = sums_apart(kBands);
     static constexpr int kSumsBytes = kSummed ? sums_bytes<kGroup, kTokens>() : 0;  // of a slice
     static constexpr int kBytes = (kSums + kSlices * kSumsBytes + 127) / 128 * 128;
-    static_assert(kX % 128 == 0 && kBytes % 128 == 0, "LanePlaces");
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -81,11 +77,15 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
     TeamSlot slot(Me().sub / 2);
     cluster_wait();     // the other block's barriers must exist before the first remote store
     if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
-    if (Share(n, k_tiles).bands == 0) return;
+    int left;  // slices, from this team's next stage on
+    {
+        const Share share(n, k_tiles);
+        if (share.bands == 0) return;
+        left = share.span - Me().sub / 2 * kSlices;
+    }
     float acc[2][kBlocks][4] = {};
-    int left = Share(n, k_tiles).span - Me().sub / 2 * kSlices;  // slices
     for (; left > 0; left -= kTeams * kSlices) {
-        barrier_wait(ring.full + Me().sub / 2 * kTeamBarriers + 8 * slot.index, slot.parity());
+        barrier_wait(ring.full + Me().sub / 2 * kTeamBarriers + 8 * slot.index(), slot.parity(ring.stages));
         const int mine = left - Me().sub % 2;
         if (mine > 0) multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
         if (kSlices > 2 && mine > 2) {
@@ -93,7 +93,7 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
             multiply<T, S, kGroup, kAsymmetric, kTokens>(second, acc, [](float) {});
         }
         __syncwarp();
-        barrier_arrive_after(ring.empty + 8 * slot.index,
+        barrier_arrive_after(ring.empty + 8 * slot.index(),
                              acc[0][kBlocks - 1][0] + acc[1][kBlocks - 1][0],
                              thread_index() % 32 == 0);
         places.move(slot.advance(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
@@ -138,31 +138,30 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
     BrickPlaces<kTokens> places(ring.stages_at, ring.stages_at + Stage::kX,
                                 ring.stages_at + Stage::kSums, Me().brick, Me().lane);
     TeamSlot slot(Me().team);
-    places.move(slot.index * Stage::kBytes);
+    places.move(slot.index() * Stage::kBytes);
     cluster_wait();     // the other block's barriers must exist before the first remote store
     if (!kNormed) dependency_wait();  // rather than polling a barrier until x arrives
     const auto finished = [](float sum, bool lower) { return finish<T>(sum, lower); };
     for (int pass = 0; pass < Share(n, k_tiles).passes(kBands); ++pass) {
         float acc[kBands][kBlocks][4] = {};
-        int rounds, have;  // stages of this team, bands
-        int span;
+        int have, left;  // bands; slices from this team's next stage on
         {
             const Share share(n, k_tiles);
             const int passes = share.passes(kBands), all = (share.span + kSlices - 1) / kSlices;
             have = share.before(pass + 1, passes) - share.before(pass, passes);
-            rounds = (all + 1 - ((Me().team ^ pass & all) & 1)) / kTeams;
-            span = share.span - (Me().team ^ pass & all) % kTeams * kSlices;
+            // Turns go on from pass to pass: after an odd number of stages, with the other team.
+            left = share.span - ((Me().team ^ pass * all) & 1) * kSlices;
         }
-        for (; rounds > 0; --rounds) {
-            const u32 own = Me().team * kTeamBarriers + 8 * slot.index;
-            barrier_wait(ring.full + own, slot.parity());
+        for (; left > 0; left -= kTeams * kSlices) {
+            const u32 own = Me().team * kTeamBarriers + 8 * slot.index();
+            barrier_wait(ring.full + own, slot.parity(ring.stages));
             const auto pair = [&](auto which, auto summed) {
                 constexpr int kAt = decltype(which)::kAt, kCount = decltype(which)::kCount;
                 multiply_bricks<T, S, kGroup, kAsymmetric, kTokens, kStride, kAt * kSecond, kCount,
                                 kBands>(places, kAt * kNext, kAt * kNextX, kAt * kNextSums, acc,
                                         summed);
             };
-            const auto wait = [&] { barrier_wait(ring.summed + own, slot.parity()); };
+            const auto wait = [&] { barrier_wait(ring.summed + own, slot.parity(ring.stages)); };
             if constexpr (kAtOnce) {
                 if (have == 4)
                     pair(Bricks<0, 4>{}, wait);
@@ -174,18 +173,17 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
             else if (have == 1)
                 pair(Bricks<0, 1>{}, wait);
             if constexpr (!kAtOnce) {
-                const bool second = kSlices > 1 ? span > 1 : have > 2;
+                const bool second = kSlices > 1 ? left > 1 : have > 2;
                 if (second && have % 2 == 0)
                     pair(Bricks<1, 2>{}, [] {});
                 else if (second)
                     pair(Bricks<1, 1>{}, [] {});
             }
-            span -= kTeams * kSlices;
             float seen = 0;
 #pragma unroll
             for (int band = 0; band < kBands; ++band) seen += acc[band][kBlocks - 1][0];
             __syncwarp();
-            barrier_arrive_after(ring.empty + 8 * slot.index, seen, thread_index() % 32 == 0);
+            barrier_arrive_after(ring.empty + 8 * slot.index(), seen, thread_index() % 32 == 0);
             places.move(slot.advance(ring.stages) ? (kTeams - ring.stages) * Stage::kBytes
                                                        : kTeams * Stage::kBytes);
         }

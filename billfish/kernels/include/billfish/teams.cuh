@@ -13,16 +13,17 @@ constexpr int kTeamBarriers = 64;  // bytes
 #if __CUDA_ARCH__ >= 900
 
 // A team's stage, of any number of stages, and the parity its barriers are waited for. A barrier
-// that a team waits for is that team's alone, `kTeamBarriers` behind the other's: with an odd number
-// of stages both teams have each stage by turns.
+// that a team waits for is its alone, `kTeamBarriers` behind the other's: with an odd number of
+// stages both teams have each stage by turns.
 struct TeamSlot {
-    int index;
-    u32 turns = 0;  // bit 1 is the parity
-    explicit BILLFISH_DEVICE TeamSlot(int team) : index(team) {}
-    BILLFISH_DEVICE u32 parity() const { return turns >> 1 & 1; }
-    BILLFISH_DEVICE bool advance(int stages, int by = kTeams) {  // true: it wrapped around
-        if ((index += by) < stages) return false;
-        index -= stages, turns += 2 - stages % 2;
+    u32 state;  // a byte: the stage; above it, how often it wrapped around. One register.
+    explicit BILLFISH_DEVICE TeamSlot(int team) : state(team) {}
+    BILLFISH_DEVICE u32 index() const { return state & 255; }
+    BILLFISH_DEVICE u32 parity(int stages) const { return state >> 8 + stages % 2 & 1; }
+    BILLFISH_DEVICE bool advance(int stages) {  // true: it wrapped around
+        state += kTeams;
+        if (index() < stages) return false;
+        state = kept(state + 256) - stages;  // not + (256 - stages), one more register
         return true;
     }
 };
@@ -103,12 +104,11 @@ struct TeamSums {
                 float sum[2][2];  // [upper or lower row][token]
 #pragma unroll
                 for (int lower = 0; lower < 2; ++lower) {
-                    const u32 from =
-                        buffer + ((place.row + lower * 8) * kTokens + token) * 4;
+                    const u32 from = buffer + ((place.row + lower * 8) * kTokens + token) * 4;
+                    const u32 next = have * (kRecordN / kCluster) * kTokens * 4;
                     uint2 part[kParts];
 #pragma unroll
-                    for (int i = 0; i < kParts; ++i)
-                        part[i] = load_smem_8(from + i * have * (kRecordN / kCluster) * kTokens * 4);
+                    for (int i = 0; i < kParts; ++i) part[i] = load_smem_8(from + i * next);
                     sum[lower][0] = finish(acc[band][block][lower * 2], lower);
                     sum[lower][1] = finish(acc[band][block][lower * 2 + 1], lower);
 #pragma unroll

@@ -41,7 +41,6 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
     constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
-    constexpr int kSummers = summers(kTokens);  // of a stage
 
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
@@ -56,9 +55,9 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
         for (int i = 0; i < stages; ++i) {
             for (int team = 0; team < kTeams; ++team) {  // the bulk copy, and each lane's of x
                 barrier_init(full + team * kTeamBarriers + 8 * i, 1 + 32);
-                barrier_init(summed + team * kTeamBarriers + 8 * i, kSummers);
+                barrier_init(summed + team * kTeamBarriers + 8 * i, 1);
             }
-            barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed * kSummers);
+            barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed);
         }
         barrier_init(reduced, 1);
         barrier_init(freed, kMathWarps);
@@ -105,31 +104,27 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                 if (passes == 0) linger(share.most_bands * span);
             }
         } else if (warp >= kCopyWarps) {
-            constexpr int kItems = kSlices * kBlocks;  // of 8 tokens of a slice
-            constexpr int kStep = kSumWarps / kSummers;
-            const int mate = warp - kCopyWarps, all = passes * ((span + kSlices - 1) / kSlices);
+            const int team = warp - kCopyWarps;  // whose stages it sums
             dependency_wait();
-            TeamSlot slot(mate / kSummers);
-            turn = mate / kSummers * kTeamBarriers;
-            for (int left = all - mate / kSummers; left > 0; left -= kStep) {
-                const u32 stage = ring + slot.index * Stage::kBytes;
-                const u32 own = full + turn + 8 * slot.index;
-                barrier_wait(own, slot.parity());
-#pragma unroll
-                for (int item = 0; item < kItems; item += kSummers) {
-                    const int mine = item + mate % kSummers, sub = mine / kBlocks;
-                    if (kItems % kSummers && mine >= kItems) break;
+            TeamSlot slot(team);
+            for (int left = passes * ((span + kSlices - 1) / kSlices) - team; left > 0;
+                 left -= kTeams) {
+                const u32 stage = ring + slot.index() * Stage::kBytes;
+                const u32 own = full + team * kTeamBarriers + 8 * slot.index();
+                barrier_wait(own, slot.parity(stages));
+#pragma unroll 1
+                for (int item = 0; item < kSlices * kBlocks; ++item) {  // 8 tokens of a slice
+                    const int sub = item / kBlocks;
                     sum_tokens<T, kGroup, kTokens>(
                         stage + Stage::kX + sub * x_bytes(kTokens),
-                        stage + Stage::kSums + sub * Stage::kSumsBytes, mine % kBlocks, lane);
+                        stage + Stage::kSums + sub * Stage::kSumsBytes, item % kBlocks, lane);
                 }
                 __syncwarp();
                 if (lane == 0) {
                     barrier_arrive(own + (summed - full));
                     barrier_arrive((own & ~kTeamBarriers) + (empty - full));
                 }
-                slot.advance(stages, kStep);
-                if (kStep == 1) turn ^= kTeamBarriers;
+                slot.advance(stages);
             }
         } else {
             // Lanes 0-15 copy even tokens, 16-31 odd ones. An odd m copies one row twice.
@@ -188,12 +183,13 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                                        [] { sync_some<1, 32 * kMathWarps>(); });
         sync_some<2, 32 * (1 + kMathWarps)>();  // warp 1 waits for it
     }
+    const Ring places{ring, full, empty, summed, reduced, freed, stages};
     if constexpr (Stage::kSummed)
-        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kNormed>(
-            Ring{ring, full, empty, summed, reduced, freed, stages}, bias, out, m, n, k_tiles, gated);
+        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kNormed>(places, bias, out, m, n,
+                                                                            k_tiles, gated);
     else
-        multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(
-            Ring{ring, full, empty, summed, reduced, freed, stages}, bias, out, m, n, k_tiles, gated);
+        multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(places, bias, out, m, n, k_tiles,
+                                                                  gated);
 }
 
 #endif

@@ -38,7 +38,7 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
         sums = groups * 4 if sums_apart(bands) else 0
         slices = 2 if bands == 1 and tokens == MOST_TOKENS else STAGE_RECORDS // bands
         x = slices * (tokens * BRICK_K * 2 + max(tokens, 8) * sums)
-        return -(-(slices * bands * record_bytes + x) // 128) * 128
+        return sum(-(-part // 128) * 128 for part in (slices * bands * record_bytes, x))
 
     return pick(m, n, gpu, stage, 1, besides, True, TOKENS)
 
