@@ -50,6 +50,7 @@ def team_sums_bytes(tokens: int, bands: int) -> int:
 def pick(
     m: int,
     n: int,
+    k: int,
     gpu: Gpu,
     stage: Callable[[int, int], int],
     buffers: int,
@@ -64,9 +65,12 @@ def pick(
 
     Two CTAs fit on an SM. If one cluster for every two SMs has at most two bands to compute, only
     those are launched: the other slot is left to CTAs of the next kernel, which already fetch their
-    weights (PDL). Larger layers use both slots: 57344 x 8192 takes 57 us instead of 63. After such
-    a launch CTAs with one band ask for more than half an SM: else the SMs that are free first would
-    get two of them, and the others none.
+    weights (PDL). Larger layers use both slots: 8192 x 57344 takes 55 us instead of 59.
+
+    After such a launch the SMs that are free first would get two CTAs of a smaller layer, and the
+    others none. So CTAs of layers that follow one, narrow as down-projections are, ask for more
+    than half an SM: Qwen2.5-32B's four products in a chain take 70 us instead of 83. Those of q/k/v
+    do not: beside a CTA that asks for as much they could not fetch weights.
     """
     tokens = tokens_of(m, choices)
     total = -(-n // BAND)
@@ -81,10 +85,11 @@ def pick(
         sums = team_sums_bytes(tokens, bands)
     fixed = (TEAM_BARRIER_BYTES if teams else BARRIER_BYTES) + sums + besides
     each = stage(tokens, bands)
-    room = gpu.half + (MORE if teams and share == 1 else 0)
+    alone = clusters * CLUSTER <= gpu.sms and (share == 1 or n <= k)
+    room = gpu.half + (MORE if teams and alone else 0)
     if room < fixed + 2 * each:  # little shared memory: one CTA for each SM
         room = gpu.smem_per_block
     stages = min(MOST_STAGES, (room - fixed) // each)
     smem = fixed + stages * each
-    asked = max(smem, gpu.alone) if share == 1 else smem
+    asked = max(smem, gpu.alone) if alone else smem
     return Tile(tokens, bands, clusters * CLUSTER, stages, smem, asked)

@@ -110,7 +110,7 @@ def product(
         tokens, bands, cluster = cut.tokens, cut.bands, cut.splits
         blocks, stages, smem, whole = how.blocks, how.stages, how.smem, how.whole
     elif kernel in ("decode", "normed"):
-        how = tile.pick_tile(m, n, kind.record_bytes, gpu)
+        how = tile.pick_tile(m, n, k, kind.record_bytes, gpu)
         if norm:
             how = tile.pick_normed(m, n, k_tiles, kind.record_bytes, gpu)
         tokens, bands, blocks, stages, smem = (

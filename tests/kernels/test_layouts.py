@@ -100,25 +100,23 @@ def decode():
     yield "kRecordN", BRICK_N
     yield "kRecordK", BRICK_K
     yield "kCluster", clusters.CLUSTER
-    yield "kBarrierBytes", clusters.BARRIER_BYTES
+    yield "kBarrierBytes", clusters.TEAM_BARRIER_BYTES
     for bands in (1, 2, 4):
         yield f"decode_threads({bands})", tile.threads(bands)
-    for ((group, zeros), size), m, share in itertools.product(records(), (8, 16), (1, 2, 4, 9)):
+    for ((group, zeros), size), m, share in itertools.product(records(), (2, 8, 16), (1, 2, 4, 9)):
         total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
-        how = tile.pick_tile(m, total * BRICK_N, size, H200)
-        passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
-        buffers = min(passes, 2)  # of partial sums
+        how = tile.pick_tile(m, total * BRICK_N, 4096, size, H200)
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
-        sums = f"{buffers} * 4 * kRecordN * {how.tokens} * 4"
+        sums = f"{'Sums' if how.bands == 1 else 'TeamSums'}<{how.tokens}, {how.bands}>::kBytes"
         yield f"Record<{group}, {zeros}>::kBytes", size
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
     yield "kMostNormed", norm.MOST_NORMED
     yield "kNormSums", norm.NORMED_SUMS
     for m, k_tiles in itertools.product(range(1, norm.MOST_NORMED + 1), (1, 5, 32)):
         how = tile.pick_normed(m, 6144, k_tiles, 4224, H200)  # one pass
-        stage = f"{how.stages} * DecodeStage<128, 0, 8, {how.bands}>::kBytes"
+        stage = f"{how.stages} * DecodeStage<128, 0, 2, {how.bands}>::kBytes"
         rows = f"kNormSums + {m} * normed_bytes({k_tiles})"
-        yield f"kBarrierBytes + {rows} + {stage} + 4 * kRecordN * 8 * 4", how.smem
+        yield f"kBarrierBytes + {rows} + {stage} + TeamSums<2, {how.bands}>::kBytes", how.smem
 
 
 CUTS = list(tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us))
@@ -158,7 +156,9 @@ def mixed():
     yield "kEmpty", outliers.EMPTY
     yield "kSetBytes", 4 * outliers.SET_WORDS
     for m, share, longest in itertools.product((1, 8, 9, 16), (1, 2, 4, 9), (1, 3)):
-        how = mixed_tile.pick_tile(m, share * H200.sms // clusters.CLUSTER * BRICK_N, longest, H200)
+        how = mixed_tile.pick_tile(
+            m, share * H200.sms // clusters.CLUSTER * BRICK_N, 4096, longest, H200
+        )
         lists = f"MixedStage<{how.bands}>::x({longest} * kSetBytes)"
         stage = f"({lists} + 4 / {how.bands} * x_rows({how.tokens}, {m}) * kTwoK * 2)"
         yield stage, mixed_tile.stage_bytes(m, how.bands, longest)
@@ -250,7 +250,7 @@ def sparse_decode():
     yield "kBarrierBytes", sparse_tile.BARRIER_BYTES
     for (group, size), m, share in itertools.product(sparse_records(), (8, 16), (1, 2, 4, 9)):
         total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
-        how = sparse_tile.pick_tile(m, total * BRICK_N, size, H200)
+        how = sparse_tile.pick_tile(m, total * BRICK_N, 4096, size, H200)
         passes = math.ceil(total * clusters.CLUSTER / how.blocks / how.bands)
         stage = f"DecodeStage<{group}, {how.tokens}, {how.bands}>::kBytes"
         sums = f"{min(passes, 2)} * Sums<{how.tokens}, {how.bands}>::kBytes"

@@ -131,7 +131,7 @@ def run(program, packed, m, grid, stages, smem, stage, x, bias=None, seed=1, gat
 
 def product(compiled, packed, x, bias, seed, text=None, gated=False, sms=4):
     gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
-    how = tile.pick_tile(len(x), packed.shape.n, packed.shape.longest, gpu)
+    how = tile.pick_tile(len(x), packed.shape.n, packed.shape.k, packed.shape.longest, gpu)
     names = (TYPES[x.dtype], *SIXTEENTHS, how.tokens, how.bands)
     program = compiled("decode", ",".join(map(str, names)), text)
     stage = tile.stage_bytes(len(x), how.bands, packed.shape.longest)

@@ -65,7 +65,7 @@ def test_tile_configurations_fit():
     for group, n in itertools.product((32, 64, 128), (64, 4096, 28672, 57344)):
         size = arrange.Shape(n, 4096, 4096 // group, group, FP16).record_bytes
         for m in (1, 8, 9, 16):
-            how = tile.pick_tile(m, n, size, H200)
+            how = tile.pick_tile(m, n, 4096, size, H200)
             assert how.stages >= 3 and how.smem <= H200.smem_per_sm // 2 - 1024
         for m in (17, 64, 100, 1000, 5000):
             found = tiles.cheapest(m, n, 32, size, H200, plan.COSTS)
@@ -125,7 +125,7 @@ def product(compiled, scheme, tensors, x, bias, seed, cut=None, text=None, gated
     gpu = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0)
     names = [TYPES[x.dtype], shape.record_group]
     if cut is None:
-        how = tile.pick_tile(m, shape.n, shape.record_bytes, gpu)
+        how = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, gpu)
         names.insert(1, TYPES[shape.scale_dtype])
         names += [how.tokens, how.bands]
     else:

@@ -218,7 +218,7 @@ def product(
     pairs = torch.cat([pairs, torch.full((m % 2, 2), -2, dtype=torch.int32)])
     gpu, whole = Gpu(0, "emulated", "sm_90a", sms, 232448, 233472, 0), 0
     if cut is None:
-        how = tile.pick_tile(m, shape.n, shape.record_bytes, gpu)
+        how = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, gpu)
         size = (how.tokens, how.bands)
     else:
         sizes = (m, shape.n, shape.k_tiles, shape.record_bytes, gpu, plan.HELD)

@@ -1,6 +1,7 @@
 """pick_tile: launches fit the GPU, and the number of tokens does not change the order of sums."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -14,6 +15,7 @@ H200 = Gpu(0, "NVIDIA H200", "sm_90a", 132, 232448, 233472, 60 * 2**20)
 SMALL = Gpu(0, "a GPU with 100 KB an SM", "sm_120a", 84, 101376, 102400, 48 * 2**20)
 TINY = dataclasses.replace(H200, sms=2)
 RECORDS = sorted({kind.record_bytes for kind in cuda.KINDS})
+INPUTS = 8192
 OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
 
 
@@ -30,7 +32,7 @@ OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
     ],
 )
 def test_what_was_measured_best(n, bands, blocks):
-    tile = pick_tile(1, n, 4224, H200)
+    tile = pick_tile(1, n, 4096, 4224, H200)
     assert (tile.bands, tile.blocks) == (bands, blocks)
 
 
@@ -38,7 +40,7 @@ def test_what_was_measured_best(n, bands, blocks):
 @pytest.mark.parametrize("n", OUTPUTS)
 def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
     for record in RECORDS:
-        tiles = [pick_tile(m, n, record, gpu) for m in range(1, 17)]
+        tiles = [pick_tile(m, n, INPUTS, record, gpu) for m in range(1, 17)]
         assert {(t.bands, t.blocks) for t in tiles} == {(tiles[0].bands, tiles[0].blocks)}
         assert [t.tokens for t in tiles] == [2] * 2 + [8] * 6 + [16] * 8
         for tile in tiles:
@@ -63,19 +65,20 @@ def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
 def test_two_blocks_fit_on_a_hopper_sm(n):
     for record in RECORDS:
         for m in (1, 16):
-            tile = pick_tile(m, n, record, H200)
-            more = MORE if tile.bands == 1 else 0  # of which an SM gets one
+            tile = pick_tile(m, n, INPUTS, record, H200)
+            more = MORE if tile.asked > H200.half else 0  # of which an SM gets one
             assert 2 * (tile.smem - more + 1024) <= H200.smem_per_sm
 
 
 @pytest.mark.parametrize("n", OUTPUTS)
-def test_an_sm_gets_one_block_of_a_launch_of_one_band_each(n):
-    """And beside it one of a launch that has two for every SM."""
-    large = pick_tile(16, 57344, max(RECORDS), H200)
+def test_an_sm_gets_one_block_of_a_launch_that_has_one_for_each(n):
+    """And beside it one of a launch that has two for every SM, or that has more outputs than
+    inputs."""
+    large = pick_tile(16, 57344, INPUTS, max(RECORDS), H200)
     for record in RECORDS:
-        for m in (1, 16):
-            tile = pick_tile(m, n, record, H200)
-            alone = tile.bands == 1 and tile.blocks <= H200.sms
+        for m, k in itertools.product((1, 16), (1024, INPUTS)):
+            tile = pick_tile(m, n, k, record, H200)
+            alone = tile.blocks <= H200.sms and (tile.bands == 1 or n <= k)
             assert (2 * (tile.asked + 1024) > H200.smem_per_sm) == alone
             assert tile.smem <= tile.asked <= H200.smem_per_block
             assert tile.asked + large.asked + 2 * 1024 <= H200.smem_per_sm
@@ -85,8 +88,8 @@ def test_an_sm_gets_one_block_of_a_launch_of_one_band_each(n):
 @pytest.mark.parametrize("n", OUTPUTS)
 def test_normed_launches_fit_and_split_as_others(gpu, n):
     for record in RECORDS:
-        plain = pick_tile(1, n, record, gpu)
         for k_tiles in (1, 5, 32, 64):
+            plain = pick_tile(1, n, k_tiles * 128, record, gpu)
             fit = [pick_normed(m, n, k_tiles, record, gpu) for m in range(1, 4)]
             assert fit[2] is None
             for m, tile in enumerate(fit, 1):
@@ -94,7 +97,7 @@ def test_normed_launches_fit_and_split_as_others(gpu, n):
                     assert (tile.tokens, tile.bands, tile.blocks) == (2, plain.bands, plain.blocks)
                     assert LEAST_STAGES <= tile.stages <= plain.stages and tile.blocks >= m
                     assert plain.stages > tile.stages or tile.smem > plain.smem
-                    more = MORE if tile.bands == 1 else 0
+                    more = MORE if tile.asked > gpu.half else 0
                     assert 2 * (tile.smem - more + 1024) <= gpu.smem_per_sm
 
 

@@ -123,7 +123,7 @@ def test_gate(n, on_the_cpu):
 @pytest.mark.parametrize("n", [16, 576, 4096, 6144, 8192, 10240, 28672, 57344, 151936])
 def test_launches_fit_and_tokens_do_not_decide(n):
     for gpu in (H200, dataclasses.replace(H200, sms=2)):
-        tiles = [tile.pick_tile(m, n, 2, gpu) for m in range(1, 17)]
+        tiles = [tile.pick_tile(m, n, 4096, 2, gpu) for m in range(1, 17)]
         assert len({(how.bands, how.blocks) for how in tiles}) == 1
         assert all(2 <= how.stages <= 8 and how.smem <= gpu.smem_per_block for how in tiles)
         if tiles[0].blocks > gpu.sms:  # both slots of an SM
@@ -198,8 +198,8 @@ def test_launches_of_every_m(monkeypatch, on_the_cpu):
     cases = [(1, [8]), (8, [8]), (9, [16]), (17, many), (40, many), (700, many)]
     cases = [(*case, packed.shape) for case in cases]
     # where a ring of one token has room for the lists and a ring of 16 has not, all m take panels
-    between = next(i for i in range(1, 999) if not tile.fits(6144, i, H200))
-    assert between > 8 and tile.pick_tile(1, 6144, between, H200).stages >= 2
+    between = next(i for i in range(1, 999) if not tile.fits(6144, 4096, i, H200))
+    assert between > 8 and tile.pick_tile(1, 6144, 4096, between, H200).stages >= 2
     shape = dataclasses.replace(packed.shape, longest=between)
     assert all(plan.Plan(0, shape)._decode(m, False) is None for m in (1, 8, 16))
     for m, names, shape in [*cases, (3, ["panel"], crowded), (65, ["panel"], crowded)]:

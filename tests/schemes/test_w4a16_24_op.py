@@ -124,7 +124,7 @@ def test_gate(n, on_the_cpu):
 @pytest.mark.parametrize("n", [16, 576, 4096, 6144, 28672, 57344, 151936])
 def test_launches_fit_and_tokens_do_not_decide(n):
     for gpu in (H200, dataclasses.replace(H200, sms=2)):
-        found = [tile.pick_tile(m, n, 3200, gpu) for m in range(1, 17)]
+        found = [tile.pick_tile(m, n, 4096, 3200, gpu) for m in range(1, 17)]
         assert len({(how.bands, how.blocks) for how in found}) == 1
         assert all(3 <= how.stages <= 8 and 2 * (how.smem + 1024) <= 233472 for how in found)
 

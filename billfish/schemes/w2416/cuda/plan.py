@@ -43,15 +43,16 @@ class Plan:
         self.gpu, self.few = gpu(index), dict[int, Loaded]()
         self.stripes = stripe.Launcher(self.gpu, shape) if striped else None
         for m in () if striped else (8, MOST_TOKENS):
-            how = tile.pick_tile(m, shape.n, shape.longest, self.gpu)
+            how = tile.pick_tile(m, shape.n, shape.k, shape.longest, self.gpu)
             self.few[how.tokens] = decode_kernel(shape.dtype, m, how.bands).load(index)
         self.batches = None if striped else batch.Launcher(self.gpu, shape)
         self.paths: dict[tuple[int, bool], Path] = {}
 
     def _decode(self, m: int, gated: bool) -> Path | None:
-        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.longest, self.gpu)
-        if not tile.fits(shape.n, shape.longest, self.gpu):
+        shape = self.shape
+        if not tile.fits(shape.n, shape.k, shape.longest, self.gpu):
             return None
+        how = tile.pick_tile(m, shape.n, shape.k, shape.longest, self.gpu)
         kernel, stage = self.few[how.tokens], tile.stage_bytes(m, how.bands, shape.longest)
         sizes = (m, shape.n, shape.k, shape.tiles_2, shape.tiles_4, shape.sets)
         room = tile.list_bytes(shape.longest)

@@ -25,13 +25,14 @@ def stage_bytes(m: int, bands: int, longest: int) -> int:
     return records + STAGE_RECORDS // bands * rows * TWO_K * 2
 
 
-def pick_tile(m: int, n: int, longest: int, gpu: Gpu) -> Tile:
-    return pick(
-        m, n, gpu, lambda tokens, bands: stage_bytes(m, bands, longest), BUFFERS, SPREAD_BYTES
-    )
+def pick_tile(m: int, n: int, k: int, longest: int, gpu: Gpu) -> Tile:
+    def stage(tokens: int, bands: int) -> int:
+        return stage_bytes(m, bands, longest)
+
+    return pick(m, n, k, gpu, stage, BUFFERS, SPREAD_BYTES)
 
 
-def fits(n: int, longest: int, gpu: Gpu) -> bool:
+def fits(n: int, k: int, longest: int, gpu: Gpu) -> bool:
     """Whether lists of outliers leave room for a ring; for all m or none, so that a row's sums do
     not depend on m."""
-    return pick_tile(MOST_TOKENS, n, longest, gpu).stages >= FEWEST_STAGES
+    return pick_tile(MOST_TOKENS, n, k, longest, gpu).stages >= FEWEST_STAGES

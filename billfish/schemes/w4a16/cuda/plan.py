@@ -108,7 +108,7 @@ class Plan:
         kernel.launch(how.blocks, cut.threads, arguments, how.asked, how.cluster, True)
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
-        how = tile.pick_tile(tokens, self.n, self.kind.record_bytes, gpu(index))
+        how = tile.pick_tile(tokens, self.n, self.k, self.kind.record_bytes, gpu(index))
         kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
         threads = tile.threads(how.bands)

@@ -31,7 +31,7 @@ def threads(bands: int) -> int:
     return 32 * (10 + 2 * sums_apart(bands))
 
 
-def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> Tile:
+def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> Tile:
     groups = -(-(record_bytes - WORD_BYTES) // GROUP_BYTES)
 
     def stage(tokens: int, bands: int) -> int:
@@ -40,24 +40,24 @@ def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> 
         x = slices * (tokens * BRICK_K * 2 + max(tokens, 8) * sums)
         return sum(-(-part // 128) * 128 for part in (slices * bands * record_bytes, x))
 
-    return pick(m, n, gpu, stage, 1, besides, True, TOKENS)
+    return pick(m, n, k, gpu, stage, 1, besides, True, TOKENS)
 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
-    """Of 9 to 16 tokens: 3.7 us, and the slices of a CTA with its bands. On 20 layers of an H200 it
-    is 21 % off at most, where clusters have few bands or full passes 10 %."""
-    how = pick_tile(MOST_TOKENS, n, record_bytes, gpu)
+    """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an H200
+    it is 11 % off at most."""
+    how = pick_tile(MOST_TOKENS, n, k_tiles * BRICK_K, record_bytes, gpu)
     share = math.ceil(math.ceil(n / BAND) * CLUSTER / how.blocks)
     slices = math.ceil(k_tiles / CLUSTER)
-    if how.blocks > gpu.sms:  # two CTAs an SM; of a pass of four bands some may be missing
-        return 1.5 + 0.33 * slices * math.ceil(share / how.bands) * how.bands
-    return 3.7 + (0.197 if share == 1 else 0.319) * slices
+    if how.blocks > gpu.sms:  # two CTAs an SM
+        return 1.5 + 0.3 * slices * share
+    return 2.65 + 0.19 * slices if share == 1 else 3.0 + 0.3 * slices
 
 
 def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Tile | None:
     """Of w4a16_normed, with the bands of pick_tile and so its order of sums. None where the norm
     does not fit: two CTAs an SM, and each row of the sum stored by a CTA of its own."""
     rows = norm.NORMED_SUMS + m * -(-k_tiles // CLUSTER) * BRICK_K * 2
-    how = pick_tile(m, n, record_bytes, gpu, rows)
+    how = pick_tile(m, n, k_tiles * BRICK_K, record_bytes, gpu, rows)
     fits = how.smem <= gpu.half + MORE and how.stages >= LEAST_STAGES and how.blocks >= m
     return how if m <= norm.MOST_NORMED and fits else None

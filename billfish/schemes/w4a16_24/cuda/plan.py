@@ -55,7 +55,7 @@ class Plan:
         self.columns = shape.k + -shape.k % 8  # of x: TMA takes rows of multiples of 16 bytes
         self.few = dict[int, Loaded]()
         for m in (8, MOST_TOKENS):
-            bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
+            bands = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, self.gpu).bands
             kind = (dtype, shape.scale_dtype, shape.record_group)
             self.few[m] = decode_kernel(*kind, m, bands).load(index)
         self.batches = dict[tiles.Instance, Loaded]()
@@ -87,7 +87,8 @@ class Plan:
         return found
 
     def decode(self, m: int, gated: bool) -> Product:
-        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.record_bytes, self.gpu)
+        shape = self.shape
+        how = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, self.gpu)
         kernel, columns = self.few[how.tokens], self.columns
 
         def run(x: Tensor, records: Tensor, bias: Tensor | None, out: Tensor) -> None:

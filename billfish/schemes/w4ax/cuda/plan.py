@@ -56,7 +56,7 @@ class Plan:
         kind = (dtype, shape.record_group, shape.asymmetric)
         self.few = dict[int, Loaded]()
         for m in (8, MOST_TOKENS):
-            bands = tile.pick_tile(m, shape.n, shape.record_bytes, self.gpu).bands
+            bands = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, self.gpu).bands
             self.few[m] = decode_kernel(*kind, m, bands).load(index)
         self.batches = {
             instance: batch_kernel(*kind, *instance).load(index) for instance in INSTANCES
@@ -81,7 +81,8 @@ class Plan:
         return found
 
     def decode(self, m: int, gated: bool) -> Product:
-        shape, how = self.shape, tile.pick_tile(m, self.shape.n, self.shape.record_bytes, self.gpu)
+        shape = self.shape
+        how = tile.pick_tile(m, shape.n, shape.k, shape.record_bytes, self.gpu)
         kernel, columns = self.few[how.tokens], row_bytes(shape.k) // 2
 
         def run(

@@ -10,9 +10,9 @@ BUFFERS = 2  # of partial sums: a CTA may be one pass ahead of the other
 BARRIER_BYTES = 1024  # stages begin on a multiple of it, as the swizzle asks
 
 
-def pick_tile(m: int, n: int, record_bytes: int, gpu: Gpu) -> Tile:
+def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu) -> Tile:
     def stage(tokens: int, bands: int) -> int:
         room = STAGE_RECORDS * record_bytes + STAGE_RECORDS // bands * tokens * K
         return -(-room // 1024) * 1024
 
-    return pick(m, n, gpu, stage, BUFFERS, BARRIER_BYTES - clusters.BARRIER_BYTES)
+    return pick(m, n, k, gpu, stage, BUFFERS, BARRIER_BYTES - clusters.BARRIER_BYTES)
