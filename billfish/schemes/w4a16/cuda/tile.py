@@ -44,8 +44,8 @@ def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu, besides: int 
 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
-    """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an H200
-    it is 11 % off at most."""
+    """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an
+    H200 it is 11 % off at most."""
     how = pick_tile(MOST_TOKENS, n, k_tiles * BRICK_K, record_bytes, gpu)
     share = math.ceil(math.ceil(n / BAND) * CLUSTER / how.blocks)
     slices = math.ceil(k_tiles / CLUSTER)
