@@ -85,7 +85,8 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
     }
     float acc[2][kBlocks][4] = {};
     for (; left > 0; left -= kTeams * kSlices) {
-        barrier_wait(ring.full + Me().sub / 2 * kTeamBarriers + 8 * slot.index(), slot.parity(ring.stages));
+        barrier_wait(ring.full + Me().sub / 2 * kTeamBarriers + 8 * slot.index(),
+                     slot.parity(ring.stages));
         const int mine = left - Me().sub % 2;
         if (mine > 0) multiply<T, S, kGroup, kAsymmetric, kTokens>(places, acc, [](float) {});
         if (kSlices > 2 && mine > 2) {
