@@ -224,17 +224,20 @@ def test_tokens_are_drawn_as_on_a_cpu(on_cpu, dtype, width):
 def test_embed_and_the_best_token(on_cpu, dtype):
     run = Case("kv16", 64, dtype).fused
     for width in (1000, 1003, 40_000):
-        logits = torch.randn(5, width).to(dtype)
+        logits = torch.randn(7, width).to(dtype)
         logits[1, width // 2 :: 7] = 100.0  # of equals the first
         logits[2, width - 1] = torch.nan
         logits[3] = -torch.inf
-        found = torch.zeros(6, 2, dtype=torch.int32)
-        run.draw(logits, torch.zeros(5, RULE, dtype=torch.int32), found)
+        logits[4, 3::61], logits[4, 8::256], logits[4, -200:] = torch.inf, -torch.nan, torch.nan
+        logits[5] = -logits[5].abs() - 1
+        logits[5, 300::41], logits[5, 310::32] = -0.0, 0.0  # equals, too
+        found = torch.zeros(8, 2, dtype=torch.int32)
+        run.draw(logits, torch.zeros(7, RULE, dtype=torch.int32), found)
         peaks, best = logits.max(dim=-1)
-        assert found[:5, 0].tolist() == best.tolist()
-        told = found[:5, 1].view(torch.float32)
+        assert found[:7, 0].tolist() == best.tolist()
+        told = found[:7, 1].view(torch.float32)
         assert torch.equal(told.nan_to_num(7.0), peaks.float().nan_to_num(7.0))
-        assert (found[5] == 0).all()
+        assert (found[7] == 0).all()
     table, out = torch.randn(40, 72).to(dtype), torch.empty(3, 72, dtype=dtype)
     found[:3, 0] = torch.tensor([4, 39, 11])
     run.embed(torch.tensor([8, -2, -3], dtype=torch.int32), found, table, out)
