@@ -103,20 +103,29 @@ def decode():
     yield "kBarrierBytes", clusters.TEAM_BARRIER_BYTES
     for bands in (1, 2, 4):
         yield f"decode_threads({bands})", tile.threads(bands)
-    for ((group, zeros), size), m, share in itertools.product(records(), (2, 8, 16), (1, 2, 4, 9)):
-        total = share * H200.sms // clusters.CLUSTER  # bands of 64 outputs
+    for ((group, zeros), size), m, share in itertools.product(
+        records(), (2, 8, 16), (1, 1.2, 2, 4, 9)
+    ):
+        total = int(share * H200.sms) // clusters.CLUSTER  # bands of 64 outputs
         how = tile.pick_tile(m, total * BRICK_N, 4096, size, H200)
         stage = f"DecodeStage<{group}, {zeros}, {how.tokens}, {how.bands}>::kBytes"
-        sums = f"{'Sums' if how.bands == 1 else 'TeamSums'}<{how.tokens}, {how.bands}>::kBytes"
+        sums = sums_of(how, total) if how.bands > 1 else f"Sums<{how.tokens}, 1>::kBytes"
         yield f"Record<{group}, {zeros}>::kBytes", size
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
     yield "kMostNormed", norm.MOST_NORMED
     yield "kNormSums", norm.NORMED_SUMS
     for m, k_tiles in itertools.product(range(1, norm.MOST_NORMED + 1), (1, 5, 32)):
-        how = tile.pick_normed(m, 6144, k_tiles, 4224, H200)  # one pass
+        how = tile.pick_normed(m, 5120, k_tiles, 4224, H200)  # one pass
         stage = f"{how.stages} * DecodeStage<128, 0, 2, {how.bands}>::kBytes"
-        rows = f"kNormSums + {m} * normed_bytes({k_tiles})"
-        yield f"kBarrierBytes + {rows} + {stage} + TeamSums<2, {how.bands}>::kBytes", how.smem
+        rows = f"kNormSums + {m} * normed_bytes<{how.cluster}>({k_tiles})"
+        yield f"kBarrierBytes + {rows} + {stage} + {sums_of(how, 80)}", how.smem
+
+
+def sums_of(how, total):
+    """Bytes of a pass."""
+    sums = f"TeamSums<{how.tokens}, {how.bands}, {how.cluster}>"
+    have = min(how.bands, -(-total * how.cluster // how.blocks))
+    return f"{sums}::kParts * {sums}::owned({have}) * {how.tokens} * 4"
 
 
 CUTS = list(tiles.cuts(batch.INSTANCES, batch.COSTS.clusters, batch.COSTS.twin_us))

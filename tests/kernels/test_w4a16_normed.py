@@ -13,7 +13,7 @@ from emulated_launch import engine_norm
 from test_emulated import INCLUDE, PACKAGE, compiled, layer, product  # noqa: F401
 from thorough import every_third, some
 
-from billfish.kernels import clusters, norm
+from billfish.kernels import norm
 from billfish.kernels.device import Gpu
 from billfish.models.joined import Joined, norm_input
 from billfish.schemes.w4a16 import W4A16
@@ -62,12 +62,13 @@ CASES = [
     (1040, 4096, W4A16(4, 128), BF16, 4, True),
     (64, 4184, W4A16(4, -1), FP16, 4, False),
     (65, 8192, W4A16(4, 128), FP16, 4, False),
+    (370, 1096, W4A16(4, -1, False), FP16, 10, False),  # clusters of four
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", some(CASES, 0, 1, 2, 3, 5, 7, 8), ids=lambda case: f"{case[0]}x{case[1]}"
+    "case", some(CASES, 0, 1, 2, 3, 5, 7, 8, 9), ids=lambda case: f"{case[0]}x{case[1]}"
 )
 def test_bits_are_those_of_norm_and_product(case, compiled, rms_norm):  # noqa: F811
     n, k, scheme, dtype, sms, gated = case
@@ -144,13 +145,13 @@ def given(monkeypatch):
     text = re.search(r"\nw4a16_normed\((.*?)\) \{", SOURCE.read_text(), re.DOTALL)[1]
     names, last = [each.split()[-1] for each in text.split(",")], {}
 
-    def launch(bands, blocks, threads, arguments, smem, cluster, pdl):
-        assert (threads, cluster, pdl) == (tile.threads(bands), clusters.CLUSTER, True)
+    def launch(bands, wanted, blocks, threads, arguments, smem, cluster, pdl):
+        assert (threads, cluster, pdl) == (tile.threads(bands), wanted, True)
         last.clear()
         last.update(zip(names, arguments, strict=True), blocks=blocks, smem=smem)
 
-    def kernel(kind, dtype, bands):
-        loaded = SimpleNamespace(launch=partial(launch, bands))
+    def kernel(kind, dtype, bands, cluster):
+        loaded = SimpleNamespace(launch=partial(launch, bands, cluster))
         return SimpleNamespace(load=lambda index: loaded)
 
     def planned(index, n, k, kind, dtype):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from billfish.kernels.clusters import CLUSTER, MORE, TEAM_BARRIER_BYTES
+from billfish.kernels.clusters import CLUSTER, LARGE_CLUSTER, MORE, TEAM_BARRIER_BYTES
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import op as cuda
 from billfish.schemes.w4a16.cuda.tile import LEAST_STAGES, pick_normed, pick_tile
@@ -16,7 +16,7 @@ SMALL = Gpu(0, "a GPU with 100 KB an SM", "sm_120a", 84, 101376, 102400, 48 * 2*
 TINY = dataclasses.replace(H200, sms=2)
 RECORDS = sorted({kind.record_bytes for kind in cuda.KINDS})
 INPUTS = 8192
-OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
+OUTPUTS = (1, 64, 65, 576, 1024, 4096, 5120, 6144, 8192, 10240, 28672, 57344, 151936)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,8 @@ OUTPUTS = (1, 64, 65, 576, 1024, 4096, 6144, 8192, 10240, 28672, 57344, 151936)
     [
         (576, 1, 132),
         (4096, 1, 132),
+        (4608, 4, 120),
+        (5120, 4, 120),
         (6144, 2, 132),
         (8192, 2, 132),
         (10240, 2, 264),
@@ -41,23 +43,25 @@ def test_what_was_measured_best(n, bands, blocks):
 def test_every_launch_fits_and_tokens_do_not_decide(gpu, n):
     for record in RECORDS:
         tiles = [pick_tile(m, n, INPUTS, record, gpu) for m in range(1, 17)]
-        assert {(t.bands, t.blocks) for t in tiles} == {(tiles[0].bands, tiles[0].blocks)}
+        assert len({(t.bands, t.blocks, t.cluster) for t in tiles}) == 1
         assert [t.tokens for t in tiles] == [2] * 2 + [8] * 6 + [16] * 8
         for tile in tiles:
-            assert tile.blocks % CLUSTER == 0 and tile.blocks // CLUSTER <= gpu.sms
+            assert tile.blocks % tile.cluster == 0 and tile.blocks <= CLUSTER * gpu.sms
             assert 2 <= tile.stages <= 8 and tile.smem <= gpu.smem_per_block
-            share = math.ceil(math.ceil(n / 64) / (tile.blocks // CLUSTER))
+            share = math.ceil(math.ceil(n / 64) / (tile.blocks // tile.cluster))
             passes = math.ceil(share / tile.bands)
             # team_loops.cuh: stages of four records, two of 16 tokens of one band, their slices of
             # x and, where two bands or more share these, their sums in each group; then sums of
-            # results: of one band of four slices, else of three of four warps
+            # results: of one band of four slices, else of all but one of two teams of each block
             groups = {4224: 1, 4256: 1, 4352: 2, 4416: 2, 4608: 4, 4736: 4}[record]
             one = tile.bands == 1
             slices = 2 if one and tile.tokens == 16 else 4 // tile.bands
             x = tile.tokens * 256 + (0 if one else 4 * groups * max(tile.tokens, 8))
             stage = sum(-(-slices * each // 128) * 128 for each in (tile.bands * record, x))
-            sums = (2 * 4 if one else 3 * tile.bands) * 32 * tile.tokens * 4
-            assert passes == 1 or not one
+            bricks = math.ceil(4 * min(share, tile.bands) / tile.cluster)
+            sums = (16 if one else (2 * tile.cluster - 1) * bricks) * 16 * tile.tokens * 4
+            assert passes == 1 or (not one and tile.cluster == CLUSTER)
+            assert tile.cluster == CLUSTER or (tile.cluster, share) == (LARGE_CLUSTER, 3)
             assert tile.smem == TEAM_BARRIER_BYTES + tile.stages * stage + sums
 
 
@@ -94,7 +98,8 @@ def test_normed_launches_fit_and_split_as_others(gpu, n):
             assert fit[2] is None
             for m, tile in enumerate(fit, 1):
                 if tile is not None:
-                    assert (tile.tokens, tile.bands, tile.blocks) == (2, plain.bands, plain.blocks)
+                    assert (tile.tokens, tile.bands) == (2, plain.bands)
+                    assert (tile.blocks, tile.cluster) == (plain.blocks, plain.cluster)
                     assert LEAST_STAGES <= tile.stages <= plain.stages and tile.blocks >= m
                     assert plain.stages > tile.stages or tile.smem > plain.smem
                     more = MORE if tile.asked > gpu.half else 0

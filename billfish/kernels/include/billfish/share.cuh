@@ -1,5 +1,6 @@
-// A product of few tokens on clusters of two blocks, sm_90: what each block computes, the ring that
-// its warps share, and how partial sums are added. Main loops are their kernels' own.
+// A product of few tokens on clusters of two blocks, or of four (teams.cuh), sm_90: what each block
+// computes, the ring that its warps share, and how partial sums are added. Main loops are their
+// kernels' own.
 //
 //     cluster c of C:  bands of 64 outputs [c, c + 1) / C, in passes of at most kBands
 //     block r of 2:    inputs [r, r + 1) / 2 of each pass
@@ -32,24 +33,26 @@ struct Slot {
 
 #if __CUDA_ARCH__ >= 900
 
-// A block's share of the work. Recomputed wherever it is needed: kept, it would cost the inner loop
-// registers, and special registers are cheap to read.
-struct Share {
+// A block's share of the work, of clusters of kCtas. Recomputed wherever it is needed: kept, it
+// would cost the inner loop registers, and special registers are cheap to read.
+template <int kCtas>
+struct ShareOf {
     int rank, first_band, bands, most_bands, k_begin, span;
-    BILLFISH_DEVICE Share(int n, int k_tiles) {
+    BILLFISH_DEVICE ShareOf(int n, int k_tiles) {
         const u32 total = (n + kRecordN - 1) / kRecordN;
         const u32 index = cluster_index(), count = cluster_count();
         rank = cluster_rank();
         first_band = total * index / count;  // some 10^5 bands x 10^2 clusters
         bands = total * (index + 1) / count - first_band;
         most_bands = (total + count - 1) / count;
-        k_begin = k_tiles * rank / kCluster;
-        span = k_tiles * (rank + 1) / kCluster - k_begin;
+        k_begin = k_tiles * rank / kCtas;
+        span = k_tiles * (rank + 1) / kCtas - k_begin;
     }
     BILLFISH_DEVICE int passes(int most) const { return (bands + most - 1) / most; }
     // Bands before pass `pass` of `passes`, as even as possible.
     BILLFISH_DEVICE int before(int pass, int passes) const { return bands * pass / passes; }
 };
+using Share = ShareOf<kCluster>;
 
 // Where an SM gets two clusters, they are c and c + C / 2: the two divide what is an SM's part of
 // the outputs. By their own indices both may have more than others (448 bands: 8 bands on one SM, 6

@@ -120,11 +120,13 @@ struct Bricks {
 
 // The same in a block of several bands, with sums of x made apart: two teams take the stages by
 // turns (teams.cuh). With a barrier for each half record, 16 tokens of 8192 x 57344 took 71 us.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, bool kNormed>
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kCtas,
+          bool kNormed>
 BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bias,
                                     u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
-    using Exchange = TeamSums<kTokens, kBands>;
+    using Exchange = TeamSums<kTokens, kBands, kCtas>;
+    using Share = ShareOf<kCtas>;
     using Me = Mate<first_math_warp(kBands)>;
     constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
     // A warp has two pairs of bricks in a stage: of bands 0, 1 and 2, 3, or of two slices.
@@ -198,13 +200,13 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
         have = share.before(pass + 1, passes) - share.before(pass, passes);
         if (pass > 0) barrier_wait(ring.freed, (pass - 1) & 1);
         if (me.team == 0 && me.brick == 0 && me.lane == 0)
-            barrier_arrive_expect(ring.reduced, Exchange::expected(have, m));
+            barrier_arrive_expect(ring.reduced, Exchange::expected(have, m, rank));
         Exchange::send(acc, buffer, ring.reduced, me, rank, have, m, finished);
         barrier_wait(ring.reduced, pass & 1);
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN;
         Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
                                     finished);
-        if (pass + 1 < passes) {
+        if (kCtas == kCluster && pass + 1 < passes) {  // larger clusters have one pass
             __syncwarp();
             if (me.lane == 0) barrier_arrive_in(in_block(ring.freed, rank ^ 1));
             sync_some<1, 32 * kMathWarps>();

@@ -38,16 +38,20 @@ struct Mate {
     }
 };
 
-// The sums of a pass of `have` bands. Four warps have sums of the same 16 outputs: of both blocks,
-// and of both teams. One of the four keeps its own and is sent the others'; half of the outputs
-// belong to each block. `buffer` holds [warp that sends (3)][row][token].
-template <int kTokens, int kBands>
+// The sums of a pass of `have` bands. As many warps have sums of the same 16 outputs as a cluster
+// has blocks, kCtas, and these teams. One of them keeps its own and is sent the others'; each block
+// owns as many bricks of outputs. `buffer` holds [warp that sends][row][token].
+template <int kTokens, int kBands, int kCtas>
 struct TeamSums {
-    static constexpr int kParts = kCluster * kTeams - 1;
-    static constexpr int kBytes = kParts * kBands * kRecordN / kCluster * kTokens * 4;
+    static constexpr int kParts = kCtas * kTeams - 1;
 
-    static BILLFISH_DEVICE u32 expected(int have, int m) {  // bytes that a block is sent
-        return kParts * have * (kRecordN / kCluster) * ((m + 1) / 2) * 8;
+    static constexpr BILLFISH_DEVICE int owned(int have) {  // rows of a block, or fewer of the last
+        return (have * kTeamWarps + kCtas - 1) / kCtas * 16;
+    }
+
+    static BILLFISH_DEVICE u32 expected(int have, int m, int rank) {  // bytes that a block is sent
+        const int rows = min(owned(have), max(0, have * kRecordN - rank * owned(have)));
+        return kParts * rows * ((m + 1) / 2) * 8;
     }
 
     // Where the sums of a brick go: the block, the row there, and which part. 0 is what is kept.
@@ -55,9 +59,10 @@ struct TeamSums {
         int owner, row, part;
         template <class Me>
         BILLFISH_DEVICE Place(const Me& me, int band, int have, int rank) {
-            const int index = band * kTeamWarps + me.brick, half = have * kTeamWarps / kCluster;
-            owner = index >= half, row = (index - owner * half) * 16 + me.lane / 4;
-            part = (rank ^ owner) * kTeams + (me.team ^ band % kTeams);
+            const int first = (band * kTeamWarps + me.brick) * 16;
+            owner = first / owned(have), row = first - owner * owned(have) + me.lane / 4;
+            const int away = rank >= owner ? rank - owner : rank - owner + kCtas;
+            part = away * kTeams + (me.team ^ band % kTeams);
         }
     };
 
@@ -69,7 +74,7 @@ struct TeamSums {
         for (int band = 0; band < kBands; ++band) {
             const Place place(me, band, have, rank);
             if (band >= have || place.part == 0) continue;
-            const int first = (place.part - 1) * have * (kRecordN / kCluster) + place.row;
+            const int first = (place.part - 1) * owned(have) + place.row;
             const u32 signal = in_block(barrier, place.owner);
             const u32 to = in_block(buffer + (first * kTokens + me.lane % 4 * 2) * 4, place.owner);
 #pragma unroll
@@ -105,7 +110,7 @@ struct TeamSums {
 #pragma unroll
                 for (int lower = 0; lower < 2; ++lower) {
                     const u32 from = buffer + ((place.row + lower * 8) * kTokens + token) * 4;
-                    const u32 next = have * (kRecordN / kCluster) * kTokens * 4;
+                    const u32 next = owned(have) * kTokens * 4;
                     uint2 part[kParts];
 #pragma unroll
                     for (int i = 0; i < kParts; ++i) part[i] = load_smem_8(from + i * next);

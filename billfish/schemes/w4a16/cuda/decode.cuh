@@ -28,17 +28,20 @@ constexpr int kBarrierBytes = 384;
 #if __CUDA_ARCH__ >= 900
 
 // Of a normed token: the inputs of a block, of the one that has more.
+template <int kCtas>
 constexpr BILLFISH_DEVICE int normed_bytes(int k_tiles) {
-    return (k_tiles + 1) / kCluster * kRecordK * 2;
+    return (k_tiles + kCtas - 1) / kCtas * kRecordK * 2;
 }
 
 // Both kernels. `x` is (m, x_k) or, kNormed, the norm of `given`.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, bool kNormed>
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kCtas,
+          bool kNormed>
 BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
                             const Residual& given, const u16* __restrict__ bias,
                             u16* __restrict__ out, int m, int n, int x_k, int k_tiles, int stages,
                             bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
+    using Share = ShareOf<kCtas>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
     constexpr int kSlices = Stage::kSlices, kBlocks = blocks_of(kTokens);
 
@@ -47,7 +50,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     const u32 full = base, summed = base + 128;  // of one team, then of the other
     const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
-    const u32 ring = kNormed ? normed + m * normed_bytes(k_tiles) : base + kBarrierBytes;
+    const u32 ring = kNormed ? normed + m * normed_bytes<kCtas>(k_tiles) : base + kBarrierBytes;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
@@ -152,8 +155,8 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                             const u32 there = (here ^ pair % 4 * 32) + pair * 2 * kXLine;
                             if constexpr (kNormed)
                                 store_smem_bits_16(
-                                    there, load_smem_16(normed + token * normed_bytes(k_tiles) +
-                                                        chunk * 16 + own));
+                                    there, load_smem_16(normed + chunk * 16 + own +
+                                                        token * normed_bytes<kCtas>(k_tiles)));
                             else
                                 copy_async_16(there, x + (token * x_k + chunk * 8 + column), bytes);
                         }
@@ -175,18 +178,19 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     if constexpr (moves_registers(kTokens, kBands)) take_registers<104>();
 #endif
     if constexpr (kNormed) {
-        constexpr int kOwn = kNormThreads / kCluster / (32 * kMathWarps);
+        constexpr int kThreads = 32 * kMathWarps;
+        constexpr int kOwn = (kNormThreads / kCtas + kThreads - 1) / kThreads;
         const Share share(n, k_tiles);
         norm_rows<T, kMathWarps, kOwn>(given, threadIdx.x - 32 * kFirstMathWarp, m, x_k,
                                        share.k_begin * (kRecordK / 8), share.span * (kRecordK / 8),
-                                       squares, normed, normed_bytes(k_tiles),
-                                       [] { sync_some<1, 32 * kMathWarps>(); });
+                                       squares, normed, normed_bytes<kCtas>(k_tiles),
+                                       [] { sync_some<1, kThreads>(); });
         sync_some<2, 32 * (1 + kMathWarps)>();  // warp 1 waits for it
     }
     const Ring places{ring, full, empty, summed, reduced, freed, stages};
     if constexpr (Stage::kSummed)
-        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kNormed>(places, bias, out, m, n,
-                                                                            k_tiles, gated);
+        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, kNormed>(
+            places, bias, out, m, n, k_tiles, gated);
     else
         multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(places, bias, out, m, n, k_tiles,
                                                                   gated);
@@ -197,21 +201,23 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
 // `records` is (bands, k tiles) records, `x` (m, x_k), `out` (m, n). Columns of x repeat after its
 // last tile: codes of more than 4 bits are two planes of nibbles along k. `gated`: of every 16 rows
 // the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
+          int kCtas = kCluster>
 __global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
              int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
-    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, false>(records, x, Residual{}, bias, out, m,
-                                                              n, x_k, k_tiles, stages, gated);
+    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, false>(
+        records, x, Residual{}, bias, out, m, n, x_k, k_tiles, stages, gated);
 #endif
 }
 
 // The same of x = the RMS norm of hidden (m, k) + delta, unless that is null, with the bits of
 // rms_norm (engine/cuda/small.cuh); `summed` gets the sum. One plane, k a multiple of 8 up to 8192,
 // `threads` of kernels/norm.py, m up to kMostNormed, and as many blocks.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands>
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
+          int kCtas = kCluster>
 __global__ void __launch_bounds__(decode_threads(kBands), 2)
 w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const u16* delta,
              const u16* weight, u16* summed, int threads, float eps,
@@ -219,8 +225,8 @@ w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const
              int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
     const Residual given{hidden, delta, weight, summed, threads, eps};
-    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, true>(records, nullptr, given, bias, out, m,
-                                                             n, k, k_tiles, stages, gated);
+    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, true>(
+        records, nullptr, given, bias, out, m, n, k, k_tiles, stages, gated);
 #endif
 }
 

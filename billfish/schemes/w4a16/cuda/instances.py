@@ -46,15 +46,23 @@ KINDS = [
 
 
 @functools.cache
-def few_kernel(kind: Kind, dtype: torch.dtype, tokens: int, bands: int) -> Kernel:
+def few_kernel(
+    kind: Kind, dtype: torch.dtype, tokens: int, bands: int, cluster: int = clusters.CLUSTER
+) -> Kernel:
     """w4a16_decode, or w4a16_stripe."""
-    return _kernel(kind.kernel, kind, dtype, tokens, bands)
+    return _kernel(kind.kernel, kind, dtype, tokens, bands, *_other(cluster))
 
 
 @functools.cache
-def normed_kernel(kind: Kind, dtype: torch.dtype, bands: int) -> Kernel:
+def normed_kernel(
+    kind: Kind, dtype: torch.dtype, bands: int, cluster: int = clusters.CLUSTER
+) -> Kernel:
     """Of up to two tokens, as few_kernel, that are normed first."""
-    return _kernel("decode", kind, dtype, 2, bands, name="normed")
+    return _kernel("decode", kind, dtype, 2, bands, *_other(cluster), name="normed")
+
+
+def _other(cluster: int) -> list[int]:
+    return [] if cluster == clusters.CLUSTER else [cluster]
 
 
 @functools.cache
@@ -115,12 +123,12 @@ def programs(
         return ()
     kind = kind_of(scheme, kernel, dtype)
     if kernel == "decode":
-        kernels = [few_kernel(kind, dtype, t, b) for t in tile.TOKENS for b in (1, 2, 4)]
+        kernels = [few_kernel(kind, dtype, t, *each) for t in tile.TOKENS for each in tile.SHARES]
     else:
         tokens = stripe_tokens(kind, dtype)
         kernels = [few_kernel(kind, dtype, t, striped.BANDS[t]) for t in tokens]
     if runs_norms(kind, dtype, arch):
-        kernels += [normed_kernel(kind, dtype, bands) for bands in (1, 2, 4)]
+        kernels += [normed_kernel(kind, dtype, *each) for each in tile.SHARES]
     if runs_batches(kind, dtype, arch):
         kernels += [batch_kernel(kind, dtype, instance) for instance in batch.INSTANCES]
     return tuple(kernel.program for kernel in (*kernels, panel_kernel(kind, dtype)))

@@ -40,7 +40,7 @@ def launches(index: int, n: int, k: int, kind: Kind, dtype: torch.dtype) -> dict
 def _launch(
     index: int, how: clusters.Tile, m: int, n: int, k: int, kind: Kind, dtype: torch.dtype
 ) -> Launch:
-    kernel = normed_kernel(kind, dtype, how.bands).load(index)
+    kernel = normed_kernel(kind, dtype, how.bands, how.cluster).load(index)
     normers, k_tiles = norm.threads(k), -(-k // arrange.K)
     threads = tile.threads(how.bands)
 
@@ -62,6 +62,6 @@ def _launch(
             how.stages,
             gated,
         )
-        kernel.launch(how.blocks, threads, arguments, how.asked, clusters.CLUSTER, True)
+        kernel.launch(how.blocks, threads, arguments, how.asked, how.cluster, True)
 
     return run

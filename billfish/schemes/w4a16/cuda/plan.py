@@ -109,7 +109,7 @@ class Plan:
 
     def _decode(self, index: int, tokens: int) -> Callable[..., None]:
         how = tile.pick_tile(tokens, self.n, self.k, self.kind.record_bytes, gpu(index))
-        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands).load(index)
+        kernel = few_kernel(self.kind, self.dtype, tokens, how.bands, how.cluster).load(index)
         n, x_k, k_tiles = self.n, self.k + -self.k % 8, self.k_tiles
         threads = tile.threads(how.bands)
 
@@ -128,7 +128,7 @@ class Plan:
                 how.stages,
                 gated,
             )
-            kernel.launch(how.blocks, threads, arguments, how.asked, clusters.CLUSTER, True)
+            kernel.launch(how.blocks, threads, arguments, how.asked, how.cluster, True)
 
         return run
 

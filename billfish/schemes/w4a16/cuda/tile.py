@@ -7,6 +7,7 @@ from billfish.kernels import norm
 from billfish.kernels.clusters import (
     BAND,
     CLUSTER,
+    LARGE_CLUSTER,
     MORE,
     MOST_TOKENS,
     STAGE_RECORDS,
@@ -16,6 +17,8 @@ from billfish.kernels.clusters import (
 from billfish.kernels.device import Gpu
 
 TOKENS = (2, 8, MOST_TOKENS)  # of the kernel: x of two leaves room for more stages
+# Bands of a block, and blocks of a cluster
+SHARES = ((1, CLUSTER), (2, CLUSTER), (4, CLUSTER), (4, LARGE_CLUSTER))
 GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
 WORD_BYTES = 4096
 LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
@@ -47,17 +50,20 @@ def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
     """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an
     H200 it is 11 % off at most."""
     how = pick_tile(MOST_TOKENS, n, k_tiles * BRICK_K, record_bytes, gpu)
-    share = math.ceil(math.ceil(n / BAND) * CLUSTER / how.blocks)
-    slices = math.ceil(k_tiles / CLUSTER)
+    share = math.ceil(math.ceil(n / BAND) * how.cluster / how.blocks)
+    slices = math.ceil(k_tiles / how.cluster)
     if how.blocks > gpu.sms:  # two CTAs an SM
         return 1.5 + 0.3 * slices * share
+    if how.cluster > CLUSTER:
+        return 3.7 + 0.45 * slices
     return 2.65 + 0.19 * slices if share == 1 else 3.0 + 0.3 * slices
 
 
 def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Tile | None:
     """Of w4a16_normed, with the bands of pick_tile and so its order of sums. None where the norm
     does not fit: two CTAs an SM, and each row of the sum stored by a CTA of its own."""
-    rows = norm.NORMED_SUMS + m * -(-k_tiles // CLUSTER) * BRICK_K * 2
+    cluster = pick_tile(m, n, k_tiles * BRICK_K, record_bytes, gpu).cluster
+    rows = norm.NORMED_SUMS + m * -(-k_tiles // cluster) * BRICK_K * 2
     how = pick_tile(m, n, k_tiles * BRICK_K, record_bytes, gpu, rows)
     fits = how.smem <= gpu.half + MORE and how.stages >= LEAST_STAGES and how.blocks >= m
     return how if m <= norm.MOST_NORMED and fits else None
