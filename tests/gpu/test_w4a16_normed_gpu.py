@@ -49,7 +49,9 @@ def check(product, m, k, dtype):
 @every_dtype
 @every_scheme
 @pytest.mark.parametrize(
-    ("n", "k"), [(64, 128), (576, 1536), (6144, 4096), (10240, 8192), (28672, 4096)], ids=str
+    ("n", "k"),
+    [(64, 128), (576, 1536), (4800, 4992), (6144, 4096), (10240, 8192), (28672, 4096)],
+    ids=str,
 )
 def test_products(n, k, scheme, dtype):
     whole = CudaOp(scheme, make(scheme, n, k, dtype))

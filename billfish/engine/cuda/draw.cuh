@@ -46,8 +46,8 @@ BILLFISH_DEVICE Before sum_before(u64 v, int lane) {
     return {sum - v, shuffle_wide(sum, 31)};
 }
 
-// The largest of some logits, and its token: of equals the first. A NaN counts as largest, so that it
-// is reported.
+// The largest of some logits, and its token: of equals the first. A NaN counts as largest, so that
+// it is reported.
 struct Peak {
     float best = __uint_as_float(0xff800000u);
     int at = 0x7fffffff;
