@@ -400,6 +400,32 @@ def test_beside_humming():
     )
 
 
+def test_narrow_layers_beside_humming():
+    told, rows = load("h200-humming-narrow.json"), []
+    points = {(each["k"], each["n"], each["m"]): each["us"] for each in told["points"]}
+    for size in ((5120, 5120), (14336, 5120), (27648, 5120)):
+        us = [points[*size, m] for m in (1, 8, 16)]
+        ours = (f"{each['billfish']:.1f}" for each in us)
+        rows.append(row("{} x {}".format(*size), "Billfish", *ours))
+        rows.append(row("", "Humming", *(best(each["humming"], each["billfish"]) for each in us)))
+    table(rows)
+
+
+def test_kinds():
+    table(
+        row(
+            f"{each['k']} x {each['n']}",
+            str(each["m"]),
+            f"{each['us']['fp16']:.1f}",
+            *(
+                f"{each['us'][kind] / each['us']['fp16']:.2f}x"
+                for kind in ("bf16", "g64", "g32", "asym", "g32 asym")
+            ),
+        )
+        for each in load("h200-kinds-w4a16.json")["points"]
+    )
+
+
 def test_never_behind():
     told = load("h200-cublas-w4a16.json")
     points, rows = told["points"], []
@@ -424,8 +450,13 @@ def test_never_behind():
 def test_chains():
     names = {"llama3-8b": "8B", "llama3-70b": "70B"}
     rows = []
+    found = {
+        (*each["sets"], each["m"]): each
+        for file in ("h200-w4a16.json", "h200-chains-w4a16.json")  # the later one last
+        for each in load(file)["chains"]
+    }
     for key, name in names.items():
-        chains = [each for each in load("h200-w4a16.json")["chains"] if each["sets"] == [key]]
+        chains = [found[each] for each in sorted(found) if each[0] == key]
         whole = [each["us"]["pdl"]["median"] for each in chains]
         parts = [each["parts_us"]["pdl"] for each in chains]
         cublas = [each["cublas_parts_us"] for each in chains]
