@@ -38,9 +38,9 @@ struct Mate {
     }
 };
 
-// The sums of a pass of `have` bands. As many warps have sums of the same 16 outputs as a cluster
-// has blocks, kCtas, and these teams. One of them keeps its own and is sent the others'; each block
-// owns as many bricks of outputs. `buffer` holds [warp that sends][row][token].
+// The sums of a pass of `have` bands. Of the same 16 outputs each team of each of a cluster's kCtas
+// blocks has a warp with sums. One of these keeps its own and is sent the others'; blocks own equal
+// numbers of 16 outputs. `buffer` holds [warp that sends][row][token].
 template <int kTokens, int kBands, int kCtas>
 struct TeamSums {
     static constexpr int kParts = kCtas * kTeams - 1;
