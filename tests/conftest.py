@@ -9,33 +9,31 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
-# Files that take 20 s and more, the longest first: no worker shall be left alone with one.
+# Files that take 15 s and more, the longest first: no worker shall be left alone with one.
 LONG = (
     "test_real_model.py",
+    "test_driver.py",
+    "test_experts_kernels.py",
+    "test_compile.py",
+    "test_emulated.py",
+    "test_w2416_kernels.py",
     "test_finetune.py",
     "test_w4ax_kernels.py",
-    "test_driver.py",
+    "test_w4ax_stripe.py",
     "test_memory.py",
     "test_cli.py",
-    "test_w4ax_stripe.py",
-    "test_w2416_kernels.py",
-    "test_bench_serve.py",
-    "test_transformers.py",
-    "test_w4a16_24_kernels.py",
-    "test_server_limits.py",
-    "test_compile.py",
-    "test_quantize_experts.py",
-    "test_written_experts.py",
-    "test_sentinel.py",
-    "test_compute.py",
-    "test_every.py",
-    "test_emulated.py",
     "test_head.py",
-    "test_engine_kernels.py",
+    "test_w4a16_24_kernels.py",
+    "test_w4a16_normed.py",
+    "test_w4a16_24_stripe.py",
+    "test_server_limits.py",
+    "test_sentinel.py",
+    "test_quantize_experts.py",
+    "test_compute.py",
+    "test_written_experts.py",
+    "test_w4ax_rounding.py",
     "test_sampling.py",
-    "test_engine.py",
-    "test_w4a16_cpu.py",
-    "test_server_soak.py",
+    "test_bench_serve.py",
 )
 torch.set_num_threads(1)  # tiny matmuls: threads cost more than they bring
 
