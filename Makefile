@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Bytecode is written for what is imported, a third of the modules: pip would compile all of them,
-# two processes for a minute. Without any, each process that a test starts would compile torch.
+# Bytecode is written when a module is first imported. To compile all modules beforehand takes two
+# processes a minute; with no bytecode at all every process that a test starts would compile torch.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 MODEL ?=

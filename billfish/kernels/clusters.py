@@ -14,7 +14,7 @@ from billfish.kernels.device import Gpu
 BAND = 64  # outputs
 MOST_TOKENS = 16  # of one launch: two tensor-core tiles of 8 tokens
 CLUSTER = 2
-LARGE_CLUSTER = 4  # of three bands
+LARGE_CLUSTER = 4  # of two or three bands
 # So many of them on so many SMs, one CTA each: a GPC has some 16 SMs, not all a multiple of four.
 LARGE, LARGE_SMS = 30, 132
 STAGE_RECORDS = 4

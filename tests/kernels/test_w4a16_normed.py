@@ -68,7 +68,7 @@ CASES = [
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", some(CASES, 0, 1, 2, 5, 7, 8, 9), ids=lambda case: f"{case[0]}x{case[1]}"
+    "case", some(CASES, 0, 1, 2, 3, 5, 7, 8, 9), ids=lambda case: f"{case[0]}x{case[1]}"
 )
 def test_bits_are_those_of_norm_and_product(case, compiled, rms_norm):  # noqa: F811
     n, k, scheme, dtype, sms, gated = case
