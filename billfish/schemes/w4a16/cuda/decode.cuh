@@ -48,7 +48,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
     const u32 full = base, summed = base + 128;  // of one team, then of the other
-    const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8;
+    const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8, ready = freed + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
     const u32 ring = kNormed ? normed + m * normed_bytes<kCtas>(k_tiles) : base + kBarrierBytes;
 
@@ -58,12 +58,13 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
         for (int i = 0; i < stages; ++i) {
             for (int team = 0; team < kTeams; ++team) {  // the bulk copy, and each lane's of x
                 barrier_init(full + team * kTeamBarriers + 8 * i, 1 + 32);
-                barrier_init(summed + team * kTeamBarriers + 8 * i, 1);
+                barrier_init(summed + team * kTeamBarriers + 8 * i, 32);
             }
             barrier_init(empty + 8 * i, kTeamWarps + Stage::kSummed);
         }
         barrier_init(reduced, 1);
         barrier_init(freed, kMathWarps);
+        barrier_init(ready, 32 * kMathWarps);
         barrier_init_fence();
     }
     __syncthreads();
@@ -122,11 +123,9 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                         stage + Stage::kX + sub * x_bytes(kTokens),
                         stage + Stage::kSums + sub * Stage::kSumsBytes, item % kBlocks, lane);
                 }
+                barrier_arrive(own + (summed - full));
                 __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(own + (summed - full));
-                    barrier_arrive((own & ~kTeamBarriers) + (empty - full));
-                }
+                if (lane == 0) barrier_arrive((own & ~kTeamBarriers) + (empty - full));
                 slot.advance(stages);
             }
         } else {
@@ -135,7 +134,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
             const u32 to = ring + Stage::kX + x_smem_offset<kTokens>(lane / 16, chunk);
             slot.parity = 1;
             if (kNormed)
-                sync_some<2, 32 * (1 + kMathWarps)>();
+                barrier_wait(ready, 0);
             else
                 dependency_wait();
             for (int pass = 0; pass < passes; ++pass) {
@@ -185,7 +184,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                                        share.k_begin * (kRecordK / 8), share.span * (kRecordK / 8),
                                        squares, normed, normed_bytes<kCtas>(k_tiles),
                                        [] { sync_some<1, kThreads>(); });
-        sync_some<2, 32 * (1 + kMathWarps)>();  // warp 1 waits for it
+        barrier_arrive(ready);
     }
     const Ring places{ring, full, empty, summed, reduced, freed, stages};
     if constexpr (Stage::kSummed)
