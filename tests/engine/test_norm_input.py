@@ -32,7 +32,7 @@ class Kernels:
         gate, up = both.chunk(2, -1)
         out.copy_(silu(gate) * up)
 
-    def store(self, index, qkv, positions, slots, q):
+    def store(self, index, qkv, positions, slots, q, norms):
         q.copy_(qkv[:, : q[0].numel()].view_as(q))
 
 

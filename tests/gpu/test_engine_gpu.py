@@ -13,7 +13,7 @@ from billfish.engine.cuda import runner as gpu
 from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS
-from billfish.engine.cuda.tables import DecodeAttention, Tables
+from billfish.engine.cuda.tables import JOINED, DecodeAttention, HeadNorms, Tables
 from billfish.engine.kv.cache import Room
 from billfish.engine.kv.codes import channel_blocks
 from billfish.engine.kv.rotation import Rotation
@@ -117,22 +117,31 @@ def test_logits_are_those_of_transformers(name, dtype, packed):
     assert float((scores - wanted).abs().max()) < bound
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kv", POOLS)
-def test_decode_continues_as_a_prompt_would(name, kv):
-    """A text written token by token, by graphs, is scored alike when it is read as a prompt. Codes
-    of numbers that differ by a rounding may differ by one: a step of 4 bits is seen."""
-    bound = {"kv16": 0.005, "kv8": 0.01, "kv4": 0.1}[kv]
-    model = model_of(name, packed=True)
+def told_and_read(model, kv):
+    """Of a text written token by token, by graphs, and scored when it is read as a prompt: the mean
+    difference of log probabilities of each of two."""
     params = billfish.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=0)
     with llm_of(model, kv=kv) as llm:
-        out = llm.generate([TEXT[:70], TEXT[5:8]], params)
-        for one in out:
+        for one in llm.generate([TEXT[:70], TEXT[5:8]], params):
             assert one.outputs[0].error is None
             told = torch.tensor([c.logprob for c in one.outputs[0].logprobs])
             ids = one.prompt_token_ids + one.outputs[0].token_ids
-            read = torch.tensor(llm.score([ids])[0][-100:])
-            assert float((told - read).abs().mean()) < bound
+            yield float((told - torch.tensor(llm.score([ids])[0][-100:])).abs().mean())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv", POOLS)
+def test_decode_continues_as_a_prompt_would(name, kv, monkeypatch):
+    """Codes of numbers that differ by a rounding may differ by one. A step of 4 bits is seen, and
+    these models of random weights multiply it: by torch's operators the two differ as much."""
+    model = model_of(name, packed=True)
+    found = list(told_and_read(model, kv))
+    bounds = [{"kv16": 0.005, "kv8": 0.01}.get(kv)] * 2
+    if kv == "kv4":
+        monkeypatch.setattr(gpu, "refuses", lambda decoder, kv: "asked")
+        with pytest.warns(UserWarning, match="asked"):
+            bounds = [1.5 * each for each in told_and_read(model, kv)]
+    assert all(each < bound for each, bound in zip(found, bounds, strict=True)), (found, bounds)
 
 
 def test_graphs_change_nothing():
@@ -271,6 +280,55 @@ def test_attention(kv, head_dim, dtype, window, invariant):
         assert torch.equal(out[3], again[0]), "a sequence depends on the others"
 
 
+@pytest.mark.parametrize("kv", JOINED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("normed", [True, False])
+def test_attention_of_a_projection(kv, head_dim, dtype, window, normed):
+    """Bit for bit what store and attention give one after the other, and the same pages."""
+    shape = Shape(2, 12, 3, head_dim, 9, 9999, (window,) * 2, 0.2)
+    lengths = [1, 16, 64, 65, 700, 3000, 9000]
+    counts = [-(-length // 64) for length in lengths]
+    names = torch.randperm(sum(counts)).tolist()
+    pages = [names[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+    pools = [POOLS[kv](Room(2, sum(counts), 64, 3, head_dim, dtype, DEVICE)) for _ in range(2)]
+    tokens = torch.randn(2, 2, 64 * sum(counts), 3, head_dim, device=DEVICE).to(dtype)
+    for layer, (k, v) in enumerate(tokens):
+        pools[0].write(layer, torch.arange(len(k), device=DEVICE), k, v)
+    pools[1].records.copy_(pools[0].records)
+    angles = torch.rand(max(lengths), head_dim // 2, device=DEVICE) * 6
+    fused = Fused(shape, dtype, DEVICE, pools[0], angles.cos().to(dtype), angles.sin().to(dtype))
+    qkv = torch.randn(2, len(lengths), 18 * head_dim, device=DEVICE).to(dtype)
+    weights = torch.rand(2, head_dim, device=DEVICE).to(dtype) + 0.5
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
+    chunking = Chunking(kv, 3, device.gpu(DEVICE).sms, False)
+    tables = Tables(len(lengths), max(lengths), shape.windows, chunking, DEVICE)
+    tables.fill(pieces_of(lengths, pages), len(lengths))
+    positions, slots = (tables.columns[n][: len(lengths)] for n in ("positions", "slots"))
+    apart = DecodeAttention(shape, dtype, pools[0], tables)
+    joined = DecodeAttention(shape, dtype, pools[1], tables, fused.rope)
+    q = torch.empty(len(lengths), 12, head_dim, dtype=dtype, device=DEVICE)
+    wanted, found = torch.empty(2, 2, *q.shape, dtype=dtype, device=DEVICE)
+    for layer in range(2):
+        fused.store(layer, qkv[layer], positions, slots, q, norms)
+        apart(layer, q, wanted[layer])
+        joined.of_projection(layer, qkv[layer], found[layer], norms)
+    assert torch.equal(found, wanted)
+    assert torch.equal(pools[1].records, pools[0].records)
+    # Many of them in a graph: each begins while others end, and copies land in any order.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(50):
+            joined.of_projection(i % 2, qkv[i % 2], found[i % 2], norms)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted)
+    assert torch.equal(pools[1].records, pools[0].records)
+    assert int(joined.arrived.abs().max()) == 0
+
+
 @pytest.mark.parametrize("kv", POOLS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
@@ -364,15 +422,15 @@ def test_norm_and_swiglu(dtype, width):
     assert torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-5)
 
 
-def test_a_layer_of_a_decode_is_eight_launches():
+def test_a_layer_of_a_decode_is_seven_launches():
     model = model_of("llama", packed=True)
     with llm_of(model) as llm:
         runner = llm.engine.runner
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            runner._step(4)  # one and two rows: test_w4a16_normed_gpu.py
+            runner._step(4, False)  # one and two rows: test_w4a16_normed_gpu.py
             torch.cuda.synchronize()
     kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     names = [event.name for event in kernels if "Memcpy" not in event.name]
     layers = runner.shape.layers
     outside = 4  # embedding, last norm, head, best token; a head that is split is two
-    assert 8 * layers + outside <= len(names) <= 8 * layers + outside + 1, names
+    assert 7 * layers + outside <= len(names) <= 7 * layers + outside + 1, names

@@ -140,7 +140,7 @@ def test_launches_of_a_layer():
         step, layers = llm.engine.runner._step, llm.engine.runner.shape.layers
         for rows, inside in ((1, 2 * layers), (2, 2 * layers), (4, 0)):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-                step(rows)
+                step(rows, False)
                 torch.cuda.synchronize()
             names = [
                 event.name

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import billfish
 from billfish.engine.cuda import fused
 from billfish.engine.cuda.pool import POOLS
+from billfish.engine.cuda.tables import HeadNorms
 from billfish.engine.kv.cache import Room
 from billfish.engine.kv.codes import channel_blocks
 from billfish.engine.kv.rotation import Rotation
@@ -104,11 +105,11 @@ class Case:
         sin = self.sin[positions]
         return apply_rope(x, cos, torch.cat((-sin, sin), -1)[:, None])
 
-    def store(self, qkv, positions, slots, **norms):
+    def store(self, qkv, positions, slots, norms=None):
         heads = self.kv_heads * self.group
         q = torch.full((len(qkv) + 1, heads, self.head_dim), 7.0, dtype=self.dtype)
         numbers = [torch.tensor(each, dtype=torch.int32) for each in (positions, slots)]
-        self.fused.store(1, qkv, *numbers, q, **norms)
+        self.fused.store(1, qkv, *numbers, q, norms)
         assert (q[-1] == 7).all() and not self.pool.records[0].any()
         return q[:-1]
 
@@ -314,8 +315,8 @@ def test_heads_are_normed_first(on_cpu, head_dim, dtype):
         norm.weight.data = (torch.rand(head_dim) + 0.5).to(dtype)
     qkv = case.qkv(5) * 5
     q, k, v = case.parts(qkv)
-    weights = {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
-    got = case.store(qkv, POSITIONS, SLOTS, **weights, eps=1e-6)
+    given = HeadNorms(norms[0].weight, norms[1].weight, 1e-6)
+    got = case.store(qkv, POSITIONS, SLOTS, given)
     wanted = case.rotate(norms[0](q), POSITIONS)
     unit = torch.finfo(dtype).eps
     assert torch.allclose(got, wanted, rtol=0, atol=4 * unit)
@@ -392,9 +393,9 @@ def test_extremes_are_carried_as_pool_does(on_cpu, head_dim, dtype, blocks):
 
 
 MISTAKES = [
-    ("store", r"word \|= shuffle_xor\(word, 1\)", "(void)0"),
-    ("store", r"step_bits \+= [^;]+;", ";"),
-    ("store", r"if \(l < half\) s\.x", "if (0) s.x"),
+    ("store: heads", r"word \|= shuffle_xor\(word, 1\)", "(void)0"),
+    ("store: heads", r"step_bits \+= [^;]+;", ";"),
+    ("store: heads", r"sign = l < half \?", "sign = 0 ?"),
     ("store", r"(float d\[4\];\s+)__syncthreads\(\);", r"\1"),
     ("store", r"__syncthreads\(\);(\s+if \(warp / kPer <= now)", r"\1"),
     ("store", r"(told\.errors\[r / 2\])\[r % 2\](.*kPer)", r"\1[0]\2"),

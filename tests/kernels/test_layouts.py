@@ -64,7 +64,8 @@ def attention():
         yield f"{kv.capitalize()}::kStageTokens", tables.STAGE_TOKENS[kv]
         yield f"PageRecord<{kind}>::kBytes", pool.POOLS[kv].record_bytes(head_dim)
         yield f"{block}::kBlocks", chunks.BLOCKS[kv]
-        yield f"{block}::kAbout", 2 * head_dim * tables.MOST_GROUP
+        yield "kMostHeads", tables.MOST_GROUP
+        yield f"{block}::kNewest", 2 * head_dim * tables.MOST_GROUP
         # The barriers lie last: full and empty of each stage, and four of items.
         barriers = f"8 * (2 * {block}::kStages + 4)"
         yield f"{block}::kBarriers + {barriers}", tables.shared_bytes(kv, head_dim)

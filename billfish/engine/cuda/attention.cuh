@@ -1,4 +1,5 @@
-// attend: split-KV decode attention over pages of 4, 8 or 16 bits, sm_90 (COMET 5).
+// attend: split-KV decode attention over pages of 4, 8 or 16 bits, sm_90 (COMET 5). rope_attend:
+// the same of a projection's q, k and v, with RoPE, and k and v stored on the way.
 //
 // An item is one chunk of a sequence's pages of one KV head; the query heads that share it are the
 // n of mma.m16n8k16. A block takes item after item: one producer warp fetches ahead, and four
@@ -19,67 +20,15 @@
 // have read it. Six stages for each of 3 blocks, or eight for each of 2, are four times the bytes
 // that must be in flight on an SM (34 KB per us). Pages of earlier steps are fetched before the
 // kernel that writes this step's token has ended (PDL).
+//
+// rope_attend saves a launch: 2 % of a step of 8B, less where all texts are short (LOG 2026-11-19).
 #pragma once
 
-#include "billfish/attend_stage.cuh"
+#include "billfish/attend_item.cuh"
 
 namespace billfish {
 
-// One chunk of a sequence, the same for all heads; tables.py writes them.
-struct Chunk {
-    int sequence;
-    int table;  // index of its first entry in the page table
-    int token;  // the first of its first page
-    int pages, number, chunks;
-    int begin, length;  // tokens that are attended to: at least one of every page
-};
-
 #if __CUDA_ARCH__ >= 900
-
-// The producer warp's state of an item. The next item's row and page table entries are loaded while
-// this one is copied: the two dependent loads take 2 us.
-struct Work {
-    Chunk chunk;
-    int head;
-    u32 names;  // page numbers of 32 pages, one a lane
-    int known;  // which 32 pages
-
-    BILLFISH_DEVICE void find(const Chunk* rows, int item, int items, int kv_heads) {
-        if (item >= items) return;
-        const uint4* row = reinterpret_cast<const uint4*>(rows + item / kv_heads);
-        const uint4 v = load_table_16(row), w = load_table_16(row + 1);
-        chunk = {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
-                 static_cast<int>(v.w), static_cast<int>(w.x), static_cast<int>(w.y),
-                 static_cast<int>(w.z), static_cast<int>(w.w)};
-        head = item % kv_heads;
-    }
-    BILLFISH_DEVICE void name(const int* table, int which) {
-        const int at = which * 32 + static_cast<int>(threadIdx.x) % 32;
-        known = which, names = at < chunk.pages ? table[chunk.table + at] : 0;
-    }
-};
-
-// What the consumer warps need of it, in shared memory after its queries.
-struct Told {
-    u32 row, item, number, chunks;  // row: of q and out, in units of query groups
-    int token, pages;
-    Span span;
-    BILLFISH_DEVICE static void tell(u32 at, const Work& work, u32 item, int kv_heads) {
-        const Chunk& c = work.chunk;
-        store_smem_bits_16(at, {static_cast<u32>(c.sequence * kv_heads + work.head), item,
-                                static_cast<u32>(c.number), static_cast<u32>(c.chunks)});
-        store_smem_bits_16(at + 16, {static_cast<u32>(c.token), static_cast<u32>(c.pages),
-                                     static_cast<u32>(c.begin), static_cast<u32>(c.length)});
-    }
-    BILLFISH_DEVICE void hear(u32 at) {
-        const uint4 v = load_smem_16(at + 16);
-        token = v.x, pages = v.y, span = {static_cast<int>(v.z), static_cast<int>(v.w)};
-    }
-    BILLFISH_DEVICE void hear_more(u32 at) {
-        const uint4 v = load_smem_16(at);
-        row = v.x, item = v.y, number = v.z, chunks = v.w;
-    }
-};
 
 // Partial results, of the warps of a block or of the chunks of a sequence. Of each: (kDim / 2 rows,
 // pairs of heads) x (channels n and n + 8 of both), and for each pair the largest scores and the
@@ -157,8 +106,8 @@ struct Total {
 };
 
 // The producer warp: loads everything in the order in which the consumers use it.
-template <class F, int kDim>
-BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16* q,
+template <class F, int kDim, class Given>
+BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const Given& given,
                                  const int* table, const Chunk* rows, int items, int kv_heads,
                                  int group, bool fresh) {
     using Block = AttendBlock<F, kDim>;
@@ -203,20 +152,23 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
     };
 
     // All stages before the one with the newest token were written by earlier steps, unless a
-    // prompt's tokens are rows of this one.
+    // prompt's tokens are rows of this one. Where that token comes raw, all that is fetched is old.
     int stage = 0;
-    const int old = fresh ? 0 : (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
-    while (stage < min(min(old, now.chunk.pages * Block::kOfPage), kStages)) fetch(stage++);
-    dependency_wait();
+    if constexpr (!Given::kRaw) {
+        const int old = fresh ? 0 : (now.chunk.length - 1 - now.chunk.token) / Block::kTokens;
+        while (stage < min(min(old, now.chunk.pages * Block::kOfPage), kStages)) fetch(stage++);
+        dependency_wait();
+    }
     for (; item < items; item += blocks, ++count) {
         if (lane == 0) {
-            const int row = now.chunk.sequence * kv_heads + now.head, bytes = group * kDim * 2;
             const u32 to = smem + Block::kItems + count % 2 * Block::kItem;
             barrier_wait(heard + count % 2 * 8, (count / 2 + 1) % 2);
             Told::tell(to + Block::kAbout, now, item, kv_heads);
-            barrier_arrive_expect(told + count % 2 * 8, bytes);
-            copy_bulk(to, q + static_cast<u64>(row) * group * kDim, bytes, told + count % 2 * 8,
-                      keep);
+            if constexpr (Given::kRaw)
+                barrier_arrive(told + count % 2 * 8);
+            else
+                given.template copy<kDim>(to, told + count % 2 * 8, now.chunk, now.head, kv_heads,
+                                          group, keep);
         }
         ahead.find(rows, item + blocks, items, kv_heads);
         const int all = now.chunk.pages * Block::kOfPage;
@@ -231,9 +183,9 @@ BILLFISH_DEVICE void fetch_items(u32 smem, const unsigned char* pool, const u16*
 }
 
 // The four consumer warps: attention of tiles, then the reduction.
-template <class T, class F, int kDim>
-BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arrived, int items,
-                                int kv_heads, int group, float scale) {
+template <class T, class F, int kDim, class Given>
+BILLFISH_DEVICE void take_items(u32 smem, const Given& given, u16* out, float* workspace,
+                                u32* arrived, int items, int kv_heads, int group, float scale) {
     using Block = AttendBlock<F, kDim>;
     constexpr int kStages = Block::kStages, kThreads = kTakers * 32;
     const u32 full = smem + Block::kBarriers, empty = full + kStages * 8;
@@ -247,7 +199,8 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
     u32 parity = 0, which = 0, item_parity = 0;
     u32 before = ~0u;  // in thread 0: chunks that were finished before the last item's
     bool owes = false;
-    dependency_wait();  // rather than polling a barrier, beside the product that makes q
+    // Rather than polling a barrier, beside the product that makes q.
+    if constexpr (!Given::kRaw) dependency_wait();
 
     // If the previous item was the last chunk of its sequence to finish: combines the chunks.
     const auto ask = [&] {
@@ -280,6 +233,10 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
         barrier_wait(told + which * 8, item_parity);
         Told of;
         of.hear(about + Block::kAbout);
+        if constexpr (Given::kRaw) {
+            given.template take<T, Block, kDim>(about, item == blockIdx.x, kv_heads, group);
+            sync_some<1, kThreads>();
+        }
         Queries<T, F, kDim> queries;
         queries.load(about, group, scale);
         Sums<kDim> sums;
@@ -288,6 +245,12 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
         for (const int end = of.token + of.pages * kPageTokens; token < end; token += kPageTokens) {
             const u32 stage = smem + slot * Block::kBytes, done = empty + 8 * slot;
             barrier_wait(full + 8 * slot, parity);
+            if constexpr (Given::kRaw) {
+                if (of.span.length > token && of.span.length <= token + kTile) {
+                    given.template append<T, F, kDim>(about, stage, kv_heads);
+                    if (item + gridDim.x < items) fence_copies();  // the stage is used again
+                }
+            }
             if (of.span.has_all(token, kTile))
                 take_tile<T, F, kDim, true>(sums, queries, at, stage, done, token, of.span);
             else if (of.span.has_some(token, kTile))
@@ -348,16 +311,15 @@ BILLFISH_DEVICE void take_items(u32 smem, u16* out, float* workspace, u32* arriv
 
 #endif
 
-// `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim);
-// `head` is the number of chunks, where in `table` their rows begin, and whether this step wrote
-// more than the newest token of a sequence; `table` holds the page table, too; `scale` is log2(e)
-// times the model's; `arrived` (sequences x kv heads) is 0 before and after.
-template <class T, class F, int kDim>
-__global__ void __launch_bounds__(kTakers * 32 + 32, (AttendBlock<F, kDim>::kBlocks))
-attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
-       const int* __restrict__ table, const int* __restrict__ head, float* workspace,
-       u32* arrived, int kv_heads, int group, float scale) {
+// Both kernels. `head` is the number of chunks, where in `table` their rows begin, and whether this
+// step wrote more than the newest token of a sequence; `table` holds the page table, too; `scale`
+// is log2(e) times the model's; `arrived` (sequences x kv heads) is 0 before and after.
 #if __CUDA_ARCH__ >= 900
+template <class T, class F, int kDim, class Given>
+BILLFISH_DEVICE void attend_to(const unsigned char* pool, const Given& given, u16* out,
+                               const int* __restrict__ table, const int* __restrict__ head,
+                               float* workspace, u32* arrived, int kv_heads, int group,
+                               float scale) {
     using Block = AttendBlock<F, kDim>;
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem), full = base + Block::kBarriers;
@@ -379,9 +341,37 @@ attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
     }
     __syncthreads();
     if (threadIdx.x >= kTakers * 32)
-        fetch_items<F, kDim>(base, pool, q, table, rows, items, kv_heads, group, fresh);
+        fetch_items<F, kDim>(base, pool, given, table, rows, items, kv_heads, group, fresh);
     else
-        take_items<T, F, kDim>(base, out, workspace, arrived, items, kv_heads, group, scale);
+        take_items<T, F, kDim>(base, given, out, workspace, arrived, items, kv_heads, group,
+                               scale);
+}
+#endif
+
+// `pool` is one layer's (pages, kv heads) records; `q` and `out` are (sequences, heads, kDim).
+template <class T, class F, int kDim>
+__global__ void __launch_bounds__(kAttendThreads, kAttendResident)
+attend(const unsigned char* __restrict__ pool, const u16* q, u16* out,
+       const int* __restrict__ table, const int* __restrict__ head, float* workspace,
+       u32* arrived, int kv_heads, int group, float scale) {
+#if __CUDA_ARCH__ >= 900
+    attend_to<T, F, kDim>(pool, TurnedQueries{q}, out, table, head, workspace, arrived, kv_heads,
+                          group, scale);
+#endif
+}
+
+// The same of `qkv` (sequences, heads + 2 kv heads, kDim), of a step that writes no more than the
+// newest token of each sequence; `rotary` is a multiple of 8.
+template <class T, class F, int kDim>
+__global__ void __launch_bounds__(kAttendThreads, kAttendResident)
+rope_attend(unsigned char* pool, const u16* qkv, const u16* cos, const u16* sin,
+            const u16* __restrict__ q_norm, const u16* __restrict__ k_norm, int rotary, float eps,
+            float limit, u16* out, const int* __restrict__ table, const int* __restrict__ head,
+            float* workspace, u32* arrived, int kv_heads, int group, float scale) {
+#if __CUDA_ARCH__ >= 900
+    const Projected given{qkv, cos, sin, q_norm, k_norm, pool, rotary, eps, limit};
+    attend_to<T, F, kDim>(pool, given, out, table, head, workspace, arrived, kv_heads, group,
+                          scale);
 #endif
 }
 

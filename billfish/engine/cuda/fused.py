@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine.cuda.pool import Pool
+from billfish.engine.cuda.tables import HeadNorms
 from billfish.engine.kv.rotation import Rotation
 from billfish.kernels import norm
 from billfish.kernels.jit import Program
@@ -66,7 +67,7 @@ class Fused:
             raise ValueError(f"RoPE over {self.rotary} of {shape.head_dim} dimensions")
         if rotation is not None and self.group > ROTATED_GROUP:
             raise ValueError(f"{self.group} query heads for a kv head, rotated")
-        self._cos, self._sin = cos.to(device).contiguous(), sin.to(device).contiguous()
+        self.rope = cos.to(device).contiguous(), sin.to(device).contiguous()
         self._norm, self._swiglu, self._embed, self._draw, self._store, self._gather = (
             _kernel(program).load(device)
             for program in programs(dtype, pool.name, shape.head_dim, rotation is not None)
@@ -137,9 +138,7 @@ class Fused:
         positions: Tensor,  # (tokens,) int32
         slots: Tensor,  # (tokens,) int32; negative: padding
         q_out: Tensor,  # (tokens, heads, head_dim)
-        q_norm: Tensor | None = None,  # (head_dim,), Qwen3
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> None:
         """Norm, RoPE and rotation of the heads: q to q_out, k and v coded into the pool."""
         assert positions.dtype == slots.dtype == torch.int32
@@ -148,12 +147,11 @@ class Fused:
         each = TOGETHER if tokens > 2 * self._most_blocks else 1 + (tokens > self._most_blocks)
         args = (
             qkv.data_ptr(),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
+            *(table.data_ptr() for table in self.rope),
             positions.data_ptr(),
             slots.data_ptr(),
-            q_norm.data_ptr() if q_norm is not None else 0,
-            k_norm.data_ptr() if k_norm is not None else 0,
+            norms.q.data_ptr() if norms else 0,
+            norms.k.data_ptr() if norms else 0,
             *([each[layer].data_ptr() for each in self._rotation] or (0, 0, 0, 0)),
             q_out.data_ptr(),
             self._records(layer),
@@ -161,7 +159,7 @@ class Fused:
             each,
             self.group,
             self.rotary,
-            numpy.float32(eps),
+            numpy.float32(norms.eps if norms else 0),
             self._limit,
         )
         grid = (min(-(-tokens // each), self._most_blocks), self.shape.kv_heads)

@@ -1,10 +1,11 @@
-"""The model on a Hopper GPU: six to eight launches a layer, and a CUDA graph for every batch size.
+"""The model on a Hopper GPU: five to eight launches a layer, and a CUDA graph for every batch size.
 
 A step of decodes replays the graph of the next larger batch size, over tables filled for this step;
-so does one of few tokens in all, with prompts among them (rows.py). Of others, attention of prefill
-chunks is FlashAttention over K and V gathered from the pages, launched layer by layer; all between
-are graphs up to some number of tokens (segments.py), and beyond it launched kernel by kernel. No
-call waits for the GPU: the host prepares a step while the one before it runs.
+so does one of few tokens in all, with prompts among them (rows.py), whose K and V are stored before
+any is read. Of others, attention of prefill chunks is FlashAttention over K and V gathered from the
+pages, launched layer by layer; all between are graphs up to some number of tokens (segments.py),
+and beyond it launched kernel by kernel. No call waits for the GPU: the host prepares a step while
+the one before it runs.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.cuda.rows import MOST_ROWS, as_rows, rules_of_rows
 from billfish.engine.cuda.segments import Attend, Segments, Space, sizes
-from billfish.engine.cuda.tables import PAGE, DecodeAttention, Tables
+from billfish.engine.cuda.tables import PAGE, DecodeAttention, HeadNorms, Tables
 from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
@@ -91,23 +92,29 @@ class GpuRunner:
         most_rows = max(most_sequences, MOST_ROWS) if self.by_rows else most_sequences
         shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
         programs = fused.programs(dtype, pool.name, shape.head_dim, rotation is not None)
-        jit.build_all([*programs, tables.program(shape, dtype, pool.name)], gpu(device).arch, _say)
         positions = torch.arange(most_tokens, device=device)
         cos, sin = (table[:, : table.shape[1] // 2] for table in decoder.rope(positions))
+        # Decodes' attention does RoPE and stores K and V itself.
+        self.joins = pool.name in tables.JOINED
+        attends = [tables.program(shape, dtype, pool.name, j) for j in {False, self.joins}]
+        jit.build_all([*programs, *attends], gpu(device).arch, _say)
         self.fused = Fused(shape, dtype, device, pool, cos, sin, rotation)
         chunking = Chunking(pool.name, shape.kv_heads, gpu(device).sms, invariant)
         self.tables = Tables(most_rows, most_tokens, shape.windows, chunking, device)
-        self.attention = DecodeAttention(shape, dtype, pool, self.tables)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        rope = self.fused.rope if self.joins else None
+        self.attention = DecodeAttention(shape, dtype, pool, self.tables, rope)
+        # By the number of rows, and whether K and V are stored apart.
+        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # Each row's next token and largest logit; read by the next decode, and by the host from
         # two pinned buffers by turns: one is read while the other is written.
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         places = [torch.zeros_like(self.found, device="cpu").pin_memory() for _ in range(2)]
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
-        self._step(most_rows)  # loads every kernel: none can be loaded in a capture
+        for apart in {True, not self.joins}:  # loads every kernel: none can be in a capture
+            self._step(most_rows, apart)
         self.segments: Segments | None = None
         if graphs:
-            self._capture(buckets(most_rows))
+            self._capture(most_sequences if self.joins else most_rows)
             if budget:
                 self._capture_segments(sizes(budget))
 
@@ -136,12 +143,13 @@ class GpuRunner:
 
     def _decode(self, pieces: Many[Piece], rules: Rules | None, fresh: bool = False) -> Tensor:
         """One token of each piece."""
-        count = len(pieces)
-        rows = next((size for size in sorted(self.graphs) if size >= count), count)
+        count, apart = len(pieces), fresh or not self.joins
+        sizes = [size for size, how in self.graphs if how == apart and size >= count]
+        rows = min(sizes, default=count)
         self.tables.fill(pieces, rows, rules, fresh)
-        if rows not in self.graphs:
-            return self._step(rows)[:count]
-        graph, logits = self.graphs[rows]
+        if (rows, apart) not in self.graphs:
+            return self._step(rows, apart)[:count]
+        graph, logits = self.graphs[rows, apart]
         graph.replay()
         return logits[:count]
 
@@ -179,20 +187,38 @@ class GpuRunner:
         return pinned.to(self.decoder.device, non_blocking=True)
 
     @torch.inference_mode()
-    def _step(self, rows: int) -> Tensor:
-        """The decode that the tables describe."""
+    def _step(self, rows: int, apart: bool) -> Tensor:
+        """The decode that the tables describe; `apart`: K and V are stored before attention."""
         columns = self.tables.columns
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
-        hidden = self._forward(tokens, positions, slots, self.attention)
+        attend = self.attention if apart else self._attend_joined
+        hidden = self._forward(tokens, positions, slots, attend, apart)
         logits: Tensor = self.decoder.head(hidden)
         self.fused.draw(logits, columns["rules"], self.found)
         return logits
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attend: Attend,
+        apart: bool = True,
+    ) -> Tensor:
         space = self.space(len(tokens))
-        for layer in self.between(tokens, positions, slots, space):
-            attend(layer, space.q, space.mixed)
+        for layer, given in self.between(tokens, positions, slots, space, apart):
+            attend(layer, given, space.mixed)
         return space.x
+
+    def _attend_joined(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        self.attention.of_projection(layer, qkv, out, self._head_norms(layer))
+
+    def _head_norms(self, layer: int) -> HeadNorms | None:
+        attention = self.decoder.layers[layer].self_attn
+        q, k = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        if q is None or k is None:
+            return None
+        return HeadNorms(q.weight, k.weight, q.variance_epsilon)
 
     def space(self, rows: int) -> Space:
         table, shape = self.decoder.embed.weight, self.shape
@@ -200,10 +226,16 @@ class GpuRunner:
         return Space(q, torch.empty_like(q), table.new_empty(rows, table.shape[1]))
 
     def between(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, space: Space
-    ) -> Iterator[int]:
-        """Everything but attention: yields each layer when its attention is to be computed, from
-        space.q into space.mixed. In the end space.x has the normed hidden states."""
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        space: Space,
+        apart: bool = True,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Everything but attention: yields each layer when its attention is to be computed, into
+        space.mixed, and from what: space.q, or, not `apart`, what q, k and v are projected to. In
+        the end space.x has the normed hidden states."""
         decoder, fused, x = self.decoder, self.fused, space.x
         table, count, delta = decoder.embed.weight, len(tokens), None
         hidden = torch.empty_like(x)
@@ -212,21 +244,10 @@ class GpuRunner:
             attention, product = layer.self_attn, decoder.qkv(index)
             given, hidden = self._normed(product, layer.input_layernorm, hidden, delta, x)
             qkv = product(given)
-            q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-            if q_norm is None or k_norm is None:
-                fused.store(index, qkv, positions, slots, space.q)
-            else:  # Qwen3
-                fused.store(
-                    index,
-                    qkv,
-                    positions,
-                    slots,
-                    space.q,
-                    q_norm.weight,
-                    k_norm.weight,
-                    q_norm.variance_epsilon,
-                )
-            yield index
+            if apart:
+                norms = self._head_norms(index)
+                fused.store(index, qkv, positions, slots, space.q, norms)
+            yield index, space.q if apart else qkv
             delta = attention.o_proj(space.mixed.flatten(1))
             if index in decoder.mixtures:
                 norm = layer.post_attention_layernorm
@@ -258,14 +279,17 @@ class GpuRunner:
         self.fused.norm(hidden, delta, weight, eps, x)
         return x, hidden
 
-    def _capture(self, sizes: list[int]) -> None:
+    def _capture(self, most_decodes: int) -> None:
+        sizes = [(rows, not self.joins) for rows in buckets(most_decodes)]
+        if self.by_rows and self.joins:
+            sizes += [(rows, True) for rows in buckets(MOST_ROWS)]
         pool = torch.cuda.graph_pool_handle()
-        for number, rows in enumerate(sizes, 1):
+        for number, (rows, apart) in enumerate(sorted(sizes, reverse=True), 1):
             _say(f"CUDA graphs {number}/{len(sizes)}")
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._step(rows)
-            self.graphs[rows] = graph, logits
+                logits = self._step(rows, apart)
+            self.graphs[rows, apart] = graph, logits
         torch.cuda.synchronize()
 
     @torch.inference_mode()

@@ -34,7 +34,8 @@ class Space:
 
 
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q, out
-Between = Callable[[Tensor, Tensor, Tensor, Space], Iterator[int]]
+# Yields layers, and what their attention reads.
+Between = Callable[[Tensor, Tensor, Tensor, Space], Iterator[tuple[int, Tensor]]]
 
 
 def sizes(most: int) -> list[int]:
@@ -60,11 +61,11 @@ class Segments:
             for _ in between(*given):  # loads kernels: none can be loaded in a capture
                 pass
             parts, found = between(*given), list[torch.cuda.CUDAGraph]()
-            layer: int | None = 0
-            while layer is not None:
+            more = True
+            while more:
                 found.append(torch.cuda.CUDAGraph())
                 with torch.cuda.graph(found[-1], pool=pool):
-                    layer = next(parts, None)
+                    more = next(parts, None) is not None
             self.graphs[rows] = found
 
     def size(self, count: int) -> int | None:

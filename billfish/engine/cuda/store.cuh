@@ -1,159 +1,22 @@
 // rope_store: q, k, v of one projection -> RoPE -> q for attention, k and v coded into the cache;
-// gather decodes them again. pool.py describes the records and is the oracle of every byte.
+// gather decodes them again. heads.cuh has what is done to one head.
 //     block (token, kv head)   a warp for each head of the group, one for k, one for v
-//     lane l                   channels 4l .. 4l + 3 of q and k; RoPE's partner is in another lane
 //     kTurned (kv4)            rotation.py's k' = (k - mean) Tk, q' = q Tq: all warps, 16 outputs
 //                              each. k' is coded in four blocks of channels with error feedback:
 //                              the error of each, times `carry`, is added to the later ones.
 //                              Four tokens at once, and the next four are fetched meanwhile: what
 //                              a token takes is latency
-// 16-bit numbers are multiplied and added in fp32 and rounded where transformers rounds: ptxas may
-// fuse mul.f16x2 and add.f16x2 into an fma, which rounds once.
+// Decodes of kv16 and kv8 do not need it: rope_attend (attention.cuh) does the same.
 #pragma once
 
-#include "billfish/page.cuh"
-#include "billfish/warp.cuh"
+#include "billfish/heads.cuh"
 
 namespace billfish {
-
-// Which unit of F::kBits bits of a record holds a number: pool.places.
-template <class F, int kHeadDim>
-struct Places : PageRecord<F, kHeadDim> {
-    static constexpr int kBits = F::kBits;
-    static BILLFISH_DEVICE int k(int t, int channel) {
-        const int chunk = t * kHeadDim + channel / 8 % 4 * (kHeadDim / 4) + channel / 32 * 8;
-        const int i = channel % 8;
-        if constexpr (kBits == 4) return chunk + i / 2 + i % 2 * 4;
-        if constexpr (kBits == 8) return chunk + i / 4 * 4 + i % 4 / 2 + i % 2 * 2;
-        return t * kHeadDim + (channel / 8 ^ t % 2 * 4) * 8 + i;
-    }
-    static BILLFISH_DEVICE int v(int t, int channel) {
-        const int group = kPageTokens * kHeadDim + t / 8 * (8 * kHeadDim);
-        const int lane = channel % 8 * 4 + t % 8 / 2, n = channel / 8, odd = t % 2;
-        if constexpr (kBits == 4)
-            return group + lane * (kHeadDim / 4) + n / 4 * 8 + odd * 4 + n % 4;
-        if constexpr (kBits == 8)
-            return group + n / 8 * 512 + lane * 16 + n / 2 % 4 * 4 + odd * 2 + n % 2;
-        return group + n / 4 * 256 + lane * 8 + n % 4 * 2 + odd;
-    }
-};
 
 // The record of a slot and this block's kv head.
 template <class R>
 BILLFISH_DEVICE unsigned char* record_of(unsigned char* pool, int slot) {
     return pool + (static_cast<u64>(slot / kPageTokens) * gridDim.y + blockIdx.y) * R::kBytes;
-}
-
-// Coding as in kv/codes.py: low is the minimum, the step is rounded up, a NaN makes its head NaN.
-BILLFISH_DEVICE float clamped(float v, float limit) {  // NaN stays
-    return v > limit ? limit : v < -limit ? -limit : v;
-}
-
-BILLFISH_DEVICE float not_a_number() { return __uint_as_float(0x7fc00000); }
-
-// step | low << 16
-template <class T, int kBits>
-BILLFISH_DEVICE u32 grid_of(float lowest, float highest) {
-    const u32 low_bits = T::from_float(lowest);
-    const float wanted = (highest - T::to_float(low_bits)) / ((1 << kBits) - 1);
-    u32 step_bits = T::from_float(wanted);
-    step_bits += T::to_float(step_bits) < wanted;
-    return step_bits | low_bits << 16;
-}
-
-// The code of (number - low) / step. fmaxf turns NaN, which 0 / 0 is, too, into 0.
-template <int kBits>
-BILLFISH_DEVICE float code_of(float steps) {
-    return fminf(fmaxf(rintf(steps), 0), (1 << kBits) - 1);
-}
-
-// Codes of a head's numbers, four a lane; returns their grid.
-template <class T, int kBits, int kLanes>
-BILLFISH_DEVICE u32 encode(float (&x)[4], u32 (&codes)[4], float limit) {
-    bool strange = false;
-#pragma unroll
-    for (float& v : x) {
-        v = clamped(v, limit);
-        strange |= v != v;
-    }
-    float lowest = min_over<kLanes>(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])));
-    const float highest = max_over<kLanes>(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-    if (ballot(strange)) lowest = not_a_number();
-    const u32 grid = grid_of<T, kBits>(lowest, highest);
-    const float step = T::to_float(grid & 0xffff), low = T::to_float(grid >> 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        codes[i] = static_cast<u32>(code_of<kBits>((x[i] - low) / step));
-    return grid;
-}
-
-// Token t's K: lane l's numbers are channels 4l .. 4l + 3. Lanes past kHeadDim / 4 repeat others.
-template <class T, class R, int kLanes>
-BILLFISH_DEVICE void store_k(unsigned char* record, int t, int lane, float (&x)[4], float limit) {
-    u32 code[4], word = 0;
-    const int l = lane % kLanes, first = R::k(t, 4 * l);
-    if constexpr (R::kBits == 16) {
-        const uint2 bits = {T::pack(x[0], x[1]), T::pack(x[2], x[3])};
-        if (lane < kLanes) reinterpret_cast<uint2*>(record)[first / 4] = bits;
-    } else {
-        const u32 grid = encode<T, R::kBits, kLanes>(x, code, limit);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            word |= code[i] << R::k(t, 4 * l + i) % (32 / R::kBits) * R::kBits;
-        if constexpr (R::kBits == 4) word |= shuffle_xor(word, 1);
-        if (lane < kLanes) reinterpret_cast<u32*>(record)[first / (32 / R::kBits)] = word;
-        if (lane == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2] = grid;
-    }
-}
-
-// Token t's V: lane l's numbers are channels l % 8 + 8 (l / 8 * 4 + i).
-template <class T, class R, int kLanes>
-BILLFISH_DEVICE void store_v(unsigned char* record, int t, int lane, float (&x)[4], float limit) {
-    constexpr int kPer = 16 / R::kBits;  // codes in a token's halfword
-    u32 code[4];
-    if constexpr (R::kBits == 16) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) code[i] = T::from_float(x[i]);
-    } else {
-        const u32 grid = encode<T, R::kBits, kLanes>(x, code, limit);
-        if (lane == 0) reinterpret_cast<u32*>(record + R::kGrids)[t * 2 + 1] = grid;
-    }
-    if (lane >= kLanes) return;
-#pragma unroll
-    for (int i = 0; i < 4; i += kPer) {
-        u32 half = 0;
-#pragma unroll
-        for (int j = 0; j < kPer; ++j) half |= code[i + j] << j * R::kBits;
-        const int channel = lane % 8 + 8 * (lane / 8 * 4 + i);
-        reinterpret_cast<u16*>(record)[R::v(t, channel) / kPer] = half;
-    }
-}
-
-// RoPE of both numbers of a word, rounded after each product and after the sum.
-template <class T>
-BILLFISH_DEVICE u32 rotate(u32 x, u32 cos, u32 y, u32 sin) {
-    const u32 a = T::pack(T::to_float(x) * T::to_float(cos),
-                          T::to_float(x >> 16) * T::to_float(cos >> 16));
-    const u32 b = T::pack(T::to_float(y) * T::to_float(sin),
-                          T::to_float(y >> 16) * T::to_float(sin >> 16));
-    return T::pack(T::to_float(a) + T::to_float(b), T::to_float(a >> 16) + T::to_float(b >> 16));
-}
-
-template <class T>
-BILLFISH_DEVICE void unpack(uint2 v, float (&x)[4]) {
-    x[0] = T::to_float(v.x), x[1] = T::to_float(v.x >> 16);
-    x[2] = T::to_float(v.y), x[3] = T::to_float(v.y >> 16);
-}
-
-// RMS norm of one head, four numbers a lane; rounded like rms_norm.
-template <class T, int kLanes>
-BILLFISH_DEVICE uint2 head_norm(uint2 v, uint2 weight, float eps) {
-    float x[4];
-    unpack<T>(v, x);
-    const float sum = sum_over<kLanes>((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]));
-    const float scale = rsqrt_fast(sum / (4 * kLanes) + eps);
-    return {T::mul(weight.x, T::pack(x[0] * scale, x[1] * scale)),
-            T::mul(weight.y, T::pack(x[2] * scale, x[3] * scale))};
 }
 
 constexpr int kMostGroup = 8;   // query heads of a kv head, where they are rotated
@@ -280,10 +143,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             queries[step][2] = q.z, queries[step][3] = q.w;
         }
     }
-    // Lanes [0, half) have RoPE's first half, the next `half` lanes the second.
-    const int half = rotary / 8, angle = l < half ? l : l - half;
-    const bool rotated = l < 2 * half;
-    const int partner = !rotated ? l : l < half ? l + half : l - half;
+    const RopeLane rope(l, rotary);
 
     const int heads = group + 2, of_token = warps / each;  // warps
     const int which = warp / of_token;                      // this warp's token of a set
@@ -293,10 +153,9 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
         const int token = start + which;
         if (token >= tokens) return;
         slot = slots[token];
-        if (!rotated) return;
-        const u64 at = static_cast<u64>(positions[token]) * half + angle;
+        if (!rope.rotated) return;
+        const u64 at = static_cast<u64>(positions[token]) * (rotary / 8) + rope.angle;
         c = reinterpret_cast<const uint2*>(cos)[at], s = reinterpret_cast<const uint2*>(sin)[at];
-        if (l < half) s.x ^= 0x80008000u, s.y ^= 0x80008000u;
     };
     const auto place_of = [&](int token, int head) {
         const int place = head < group ? kv_head * group + head : head * kv_heads + kv_head;
@@ -325,6 +184,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             __syncthreads();
         }
         unsigned char* const record = record_of<R>(pool, slot);
+        const Parts<unsigned char*> parts{record, record + R::kV, record + R::kGrids};
         const int t = slot % kPageTokens;
         for (int head = warp % of_token; which < count && head < heads; head += of_token) {
             const u64 place = place_of(start + which, head);
@@ -333,16 +193,15 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
             float x[4];
             if (head == group + 1) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) x[i] = T::to_float(from[l % 8 + 8 * (l / 8 * 4 + i)]);
-                if (slot >= 0) store_v<T, R, kLanes>(record, t, lane, x, limit);
+                for (int i = 0; i < 4; ++i) x[i] = T::to_float(from[channel_of_v(l, i)]);
+                if (slot >= 0) store_v<T, R, kLanes>(t, lane, x, limit, parts);
                 continue;
             }
             uint2 v = reinterpret_cast<const uint2*>(from)[l];
             const u16* norm = head < group ? q_norm : k_norm;
             if (norm != nullptr)
                 v = head_norm<T, kLanes>(v, reinterpret_cast<const uint2*>(norm)[l], eps);
-            const uint2 y = {shuffle(v.x, partner), shuffle(v.y, partner)};
-            if (rotated) v = {rotate<T>(v.x, c.x, y.x, s.x), rotate<T>(v.y, c.y, y.y, s.y)};
+            v = rope.turn<T>(v, c, s);
             unpack<T>(v, x);
             if constexpr (kTurned) {
                 // k - mean has more bits than fp16: the remainder is a second row of the product.
@@ -365,7 +224,7 @@ rope_store(const u16* qkv, const u16* __restrict__ cos, const u16* __restrict__ 
                     *reinterpret_cast<uint2*>(row + kStride) = {rest[0] | rest[1] << 16,
                                                                 rest[2] | rest[3] << 16};
             } else if (head == group) {
-                if (slot >= 0) store_k<T, R, kLanes>(record, t, lane, x, limit);
+                if (slot >= 0) store_k<T, R, kLanes>(t, lane, x, limit, parts);
             } else if (lane < kLanes) {
                 const u64 to = static_cast<u64>(start + which) * group * kv_heads;
                 reinterpret_cast<uint2*>(q_out)[(to + kv_head * group + head) * kLanes + l] = v;
@@ -436,7 +295,7 @@ gather(unsigned char* pool, const int* __restrict__ slots, u16* k, u16* v, int c
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         a[i] = decoded<T, R>(record, R::k(t, 4 * lane + i), grid.x);
-        b[i] = decoded<T, R>(record, R::v(t, 4 * lane + i), grid.y);
+        b[i] = decoded<T, R>(record + R::kV, R::v(t, 4 * lane + i), grid.y);
     }
     const u64 to = (static_cast<u64>(index) * gridDim.y + blockIdx.y) * kLanes + lane;
     reinterpret_cast<uint2*>(k)[to] = {a[0] | a[1] << 16, a[2] | a[3] << 16};

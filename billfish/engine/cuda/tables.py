@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from billfish.engine.runner import Rules
 from billfish.engine.sampling import RULE
 from billfish.engine.scheduler import Piece, Sequence
 from billfish.kernels.jit import Program
-from billfish.kernels.launch import Kernel
+from billfish.kernels.launch import Kernel, Loaded
 from billfish.models.decoder import Shape
 
 PAGE = 64  # tokens
@@ -33,13 +34,16 @@ THREADS = 160  # kTakers warps that multiply, one that fetches
 MOST_SMEM = 230400  # kAttendBytes
 ROW = 8  # int32 fields of a Chunk
 STAGE_TOKENS = {"kv16": 16, "kv8": 32, "kv4": 64}
+# Whose decode attention can do RoPE and store K and V. Rotated K (kv4) takes matrices that it has
+# no room for.
+JOINED = ("kv16", "kv8")
 
 
 def shared_bytes(kv: str, head_dim: int) -> int:
     """Shared memory of a CTA, as attend_stage.cuh's AttendBlock lays it out."""
     tokens = STAGE_TOKENS[kv]
     stage = tokens * POOLS[kv].record_bytes(head_dim) // PAGE + 16
-    fixed = 2 * (head_dim * 16 + 32) + 4 * (head_dim * 32 + 64) + 48
+    fixed = 2 * (head_dim * 20 + 48) + 4 * (head_dim * 32 + 64) + 48
     step = PAGE // tokens
     return fixed + min((MOST_SMEM // BLOCKS[kv] - fixed) // stage, 8) // step * step * stage
 
@@ -183,10 +187,26 @@ class Tables:
         self._shape = rows, pages_at, at
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of q and k heads (Qwen3): weights (head_dim,)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class DecodeAttention:
     """attention.cuh over a pool: one launch a layer."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, pool: Pool, tables: Tables) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        pool: Pool,
+        tables: Tables,
+        rope: tuple[Tensor, Tensor] | None = None,  # cos, sin (positions, rotary / 2)
+    ) -> None:
+        """With `rope` it can take what a projection gives, where JOINED has the pool's format."""
         self.shape, self.pool, self.tables = shape, pool, tables
         device = pool.records.device
         self.kernel = Kernel(program(shape, dtype, pool.name)).load(device)
@@ -200,14 +220,39 @@ class DecodeAttention:
             tables.sequences * shape.kv_heads, dtype=torch.int32, device=device
         )
         self.scale = np.float32(shape.scale * math.log2(math.e))
+        self.rope = rope
+        if rope is not None:
+            self.joined = Kernel(program(shape, dtype, pool.name, True)).load(device)
 
     def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q and out are (rows, heads, head_dim); padding rows of out are not written."""
+        self._launch(self.kernel, layer, (q.data_ptr(),), out)
+
+    def of_projection(
+        self, layer: int, qkv: Tensor, out: Tensor, norms: HeadNorms | None = None
+    ) -> None:
+        """The same of qkv (rows, (heads + 2 kv_heads) * head_dim), with RoPE; stores K and V. For
+        a step that writes no more than the newest token of each sequence."""
+        assert self.rope is not None
+        cos, sin = self.rope
+        numbers = (
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            norms.q.data_ptr() if norms else 0,
+            norms.k.data_ptr() if norms else 0,
+            2 * cos.shape[1],
+            np.float32(norms.eps if norms else 0),
+            np.float32(self.pool.limit),
+        )
+        self._launch(self.joined, layer, numbers, out)
+
+    def _launch(self, kernel: Loaded, layer: int, given: tuple[Any, ...], out: Tensor) -> None:
         shape, tables = self.shape, self.tables
         head = tables.columns["heads"][tables.kinds.index(shape.windows[layer]) * ROW :]
         arguments = (
             self.pool.records[layer].data_ptr(),
-            q.data_ptr(),
+            *given,
             out.data_ptr(),
             tables.card.data_ptr(),
             head.data_ptr(),
@@ -217,10 +262,11 @@ class DecodeAttention:
             shape.heads // shape.kv_heads,
             self.scale,
         )
-        blocks = min(tables.chunking.blocks, len(q) * shape.kv_heads * self.most_chunks)
-        self.kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
+        blocks = min(tables.chunking.blocks, len(out) * shape.kv_heads * self.most_chunks)
+        kernel.launch(blocks, THREADS, arguments, self.smem, pdl=True)
 
 
-def program(shape: Shape, dtype: torch.dtype, kv: str) -> Program:
+def program(shape: Shape, dtype: torch.dtype, kv: str, joined: bool = False) -> Program:
     kind = f"billfish::{TYPES[dtype]}, billfish::{kv.capitalize()}, {shape.head_dim}"
-    return Program(Path(__file__).parent / "attention.cuh", f"billfish::attend<{kind}>")
+    name = "rope_attend" if joined else "attend"
+    return Program(Path(__file__).parent / "attention.cuh", f"billfish::{name}<{kind}>")

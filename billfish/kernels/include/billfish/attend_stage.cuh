@@ -10,7 +10,13 @@ namespace billfish {
 
 #if __CUDA_ARCH__ >= 900
 
+constexpr int kMostHeads = 8;          // query heads of a KV head: the n of mma
 constexpr int kTakers = 4;             // warps that multiply; one more fetches
+constexpr int kAttendThreads = kTakers * 32 + 32;
+// Three, of 15 warps: at most 128 registers. With 148, of which an SM holds two as well, a block
+// did not start before those of the product before it had ended: each quarter of an SM has
+// 16384 registers, and two of the five warps are in one.
+constexpr int kAttendResident = 3;
 constexpr int kAttendBytes = 230400;   // of shared memory: an SM's, less 1 KB a block
 constexpr int kTile = 16;              // tokens a warp takes at a time
 
@@ -23,7 +29,9 @@ struct AttendBlock {
     static constexpr int kOfPage = kPageTokens / kTokens;
     static constexpr int kV = kTokens * R::kTokenBytes, kGrids = 2 * kV;
     static constexpr int kBytes = kGrids + kTokens * R::kGridBytes;
-    static constexpr int kAbout = kDim * 16, kItem = kAbout + 32;  // 8 queries, 8 integers
+    // An item: 8 queries; the newest K and V, where they come raw; 12 integers.
+    static constexpr int kNewest = kMostHeads * kDim * 2;
+    static constexpr int kAbout = kNewest + kDim * 4, kItem = kAbout + 48;
     static constexpr int kSums = kDim * 32;                        // of a warp
     static constexpr int kFixed = 2 * kItem + kTakers * (kSums + 64) + 16 + 4 * 8;
     // Three blocks an SM are 15 warps of up to 128 registers. At 16 bits a warp's tile is a whole

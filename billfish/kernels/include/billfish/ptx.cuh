@@ -209,6 +209,12 @@ BILLFISH_DEVICE u32 load_global_4(const u32* pointer) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
     return v;
 }
+BILLFISH_DEVICE uint2 load_global_8(const u16* pointer) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y) : "l"(pointer) : "memory");
+    return v;
+}
 BILLFISH_DEVICE float4 load_global_16(const float* pointer) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -298,6 +304,12 @@ BILLFISH_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier,
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
+}
+
+// This thread's stores to shared memory come before bulk copies that the block issues later: the
+// two take different ways there.
+BILLFISH_DEVICE void fence_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // CUtensorMap: a tensor in global memory and the boxes it is copied in, as the driver encodes them.

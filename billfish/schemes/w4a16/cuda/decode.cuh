@@ -202,7 +202,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
 // the first 8 are gates and the others their ups (gated.py), and `out` is (m, n / 2).
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
           int kCtas = kCluster>
-__global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))
+__global__ void __maxnreg__((most_registers<kGroup, kTokens, kBands>()))
 w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
              int k_tiles, int stages, bool gated) {

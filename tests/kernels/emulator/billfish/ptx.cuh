@@ -78,6 +78,7 @@ inline void wait_copies() { wait_groups(kPending); }
 
 inline u32 load_acquire(const u32* p) { yield(); return *p; }
 inline u32 load_global_4(const u32* p) { return *p; }
+inline uint2 load_global_8(const u16* p) { return *(const uint2*)p; }
 inline float4 load_global_16(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint4 load_global_16(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
 template <class V>
@@ -86,6 +87,7 @@ inline void store_release(u32* p, u32 v) { *p = v; yield(); }
 
 inline void barrier_init(u32 b, u32 arrivals) { barrier_at(b) = Barrier{(int)arrivals, (int)arrivals}; }
 inline void barrier_init_fence() {}
+inline void fence_copies() {}
 inline u32 thread_index() { return threadIdx.x; }
 inline u32 kept(u32 v) { return v; }
 inline u32 lower_twice(u32 v) { return (v & 0xffff) * 0x10001u; }
