@@ -67,7 +67,9 @@ MOST_INVARIANT = 1024  # tokens of a launch: bounds the split-K workspace
 OVERRULES = 0.83
 FEWEST = 9  # tokens: with 8 w4a16_decode was faster than tiles of 32 on all layers of tuned.json
 # In other layers than the table's, at least as large as its smallest, w4a16_batch is taken if its
-# expected time is less than this share of w4a16_decode's: none of the table's would lose by it.
+# expected time is less than this share of w4a16_decode's: none of the table's would lose by it. Of
+# groups of 64 and 32, which the table's searches had not, it must be less: on its 20 layers the
+# choice then costs 7 % at most (docs/bench/h200-few-w4a16.json), where that of 128 cost 24 %.
 SURELY, SMALLEST = 0.95, 3584 * 3584
 LARGE = 1024  # tokens; the most that was measured counts for more
 # Choices are made for multiples of so many tokens, as tiles are, and of more beyond MANY.
@@ -81,20 +83,22 @@ def takes_few(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> bool
     and w4a16_batch 26.2."""
     if not FEWEST <= m <= MOST_TOKENS:
         return False
-    known = table().get((gpu.name, n, k_tiles))
-    if known is not None:
-        return any(m <= each <= MOST_TOKENS for each in known)
-    return _expected_faster(n, k_tiles, record_bytes, gpu)
+    known, smaller = table().get((gpu.name, n, k_tiles)), tile.groups_of(record_bytes) > 1
+    if known is not None and any(m <= each <= MOST_TOKENS for each in known):
+        return True
+    if known is not None and not smaller:
+        return False
+    return _expected_faster(n, k_tiles, record_bytes, gpu, 1.0 if smaller else SURELY)
 
 
 @functools.cache
-def _expected_faster(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> bool:
+def _expected_faster(n: int, k_tiles: int, record_bytes: int, gpu: Gpu, share: float) -> bool:
     if n * k_tiles * BRICK_K < SMALLEST:
         return False
     best = cheapest(MOST_TOKENS, n, k_tiles, record_bytes, gpu, COSTS)
     assert best is not None, "one always fits in a Hopper SM"
     few = tile.expected_us(n, k_tiles, record_bytes, gpu)
-    return model_us(best, k_tiles, gpu, COSTS) < SURELY * few
+    return model_us(best, k_tiles, gpu, COSTS) < share * few
 
 
 def pick(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Launch:

@@ -21,6 +21,9 @@ TOKENS = (2, 8, MOST_TOKENS)  # of the kernel: x of two leaves room for more sta
 SHARES = ((1, CLUSTER), (2, CLUSTER), (4, CLUSTER), (4, LARGE_CLUSTER))
 GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
 WORD_BYTES = 4096
+# Times as long as with groups of 128, 9 to 16 tokens: by the groups of a record (of 64, of 32), and
+# for one, two or more bands of a cluster (docs/bench/h200-few-w4a16.json, medians).
+SMALLER = {2: (1.05, 1.2, 1.12), 4: (1.17, 1.38, 1.42)}
 LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
 
 
@@ -34,8 +37,13 @@ def threads(bands: int) -> int:
     return 32 * (10 + 2 * sums_apart(bands))
 
 
+def groups_of(record_bytes: int) -> int:
+    """Groups of a record's 128 inputs."""
+    return -(-(record_bytes - WORD_BYTES) // GROUP_BYTES)
+
+
 def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu, besides: int = 0) -> Tile:
-    groups = -(-(record_bytes - WORD_BYTES) // GROUP_BYTES)
+    groups = groups_of(record_bytes)
 
     def stage(tokens: int, bands: int) -> int:
         sums = groups * 4 if sums_apart(bands) else 0
@@ -48,15 +56,16 @@ def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu, besides: int 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
     """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an
-    H200 it is 11 % off at most."""
+    H200 with groups of 128 it is 11 % off at most."""
     how = pick_tile(MOST_TOKENS, n, k_tiles * BRICK_K, record_bytes, gpu)
     share = math.ceil(math.ceil(n / BAND) * how.cluster / how.blocks)
-    slices = math.ceil(k_tiles / how.cluster)
+    slices, groups = math.ceil(k_tiles / how.cluster), groups_of(record_bytes)
+    longer = SMALLER[groups][min(share, 3) - 1] if groups > 1 else 1
     if how.blocks > gpu.sms:  # two CTAs an SM
-        return 1.5 + 0.3 * slices * share
+        return longer * (1.5 + 0.3 * slices * share)
     if how.cluster > CLUSTER:
-        return 3.7 + 0.45 * slices
-    return 2.65 + 0.19 * slices if share == 1 else 3.0 + 0.3 * slices
+        return longer * (3.7 + 0.45 * slices)
+    return longer * (2.65 + 0.19 * slices if share == 1 else 3.0 + 0.3 * slices)
 
 
 def pick_normed(m: int, n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> Tile | None:
