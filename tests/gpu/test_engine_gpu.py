@@ -179,15 +179,16 @@ def test_prompts_by_rows(name, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kv", POOLS)
 @torch.inference_mode()
-def test_segments_change_nothing(name, kv):
-    """A decode and two chunks: graphs between attention, and the same launches one by one."""
+def test_graphs_with_prompts_change_nothing(name, kv):
+    """A decode and two chunks: one graph, graphs between attention, and launches one by one."""
     sequences = [
         Sequence(str(i), TEXT[:count], count + 1, pages=pages)
         for i, (count, pages) in enumerate(((40, [1]), (130, [2, 3, 4]), (200, [5, 6, 7, 8])))
     ]
     with llm_of(model_of(name, packed=True), kv=kv) as llm:
         runner = llm.engine.runner
-        graphs = runner.segments
+        graphs = runner.steps, runner.segments
+        assert runner.steps.size(147, [])
         for more in (27, 20):  # as many tokens as a size has, and fewer
             given = ((39, 1), (0, 100), (64, more))
             pieces = [
@@ -195,13 +196,16 @@ def test_segments_change_nothing(name, kv):
                 for sequence, (start, count) in zip(sequences, given, strict=True)
             ]
             found = []
-            for runner.segments in (graphs, None, graphs):
+            pools = []
+            for runner.steps, runner.segments in (graphs, (None, graphs[1]), (None, None), graphs):
                 runner.pool.records.zero_()
                 found.append(runner.hidden(pieces).clone())
-            assert torch.equal(found[0], found[2])
+                pools.append(runner.pool.records.clone())
+            assert torch.equal(found[0], found[3]) and torch.equal(pools[0], pools[3])
+            assert torch.equal(found[0], found[1]) and torch.equal(pools[0], pools[1])
             if more == 27:
-                assert torch.equal(found[0], found[1])
-            torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=0.05)
+                assert torch.equal(found[0], found[2]) and torch.equal(pools[0], pools[2])
+            torch.testing.assert_close(found[0], found[2], rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("kv", POOLS)
@@ -356,7 +360,8 @@ def test_store_and_gather(kv, head_dim, dtype):
     oracle.write(1, slots[stored].long().cpu(), k[stored].cpu(), v[stored].cpu())
     assert torch.equal(pool.records.cpu(), oracle.records)
     k_out, v_out = torch.empty(2, 3, 2, head_dim, dtype=dtype, device=DEVICE)
-    kernels.gather(1, slots[:3].contiguous(), k_out, v_out)
+    count = torch.tensor([3], device=DEVICE, dtype=torch.int32)
+    kernels.gather(1, slots, count, k_out, v_out)  # no more than three
     for ours, theirs in zip((k_out, v_out), oracle.read(1, torch.arange(4), 256), strict=True):
         assert torch.equal(ours.cpu(), theirs[slots[:3].long().cpu()])
 

@@ -278,7 +278,8 @@ def test_store_and_gather(on_cpu, kind, head_dim, dtype):
         assert torch.equal(case.pool.records, wanted.records), (group, rotary)
     slots = torch.tensor(SLOTS, dtype=torch.int32)[REAL]
     k_out, v_out = torch.full((2, 5, 2, head_dim), 7.0, dtype=dtype)
-    case.fused.gather(1, slots, k_out[:4], v_out[:4])
+    count = torch.tensor([4], dtype=torch.int32)  # of five slots
+    case.fused.gather(1, torch.cat((slots, slots[:1])), count, k_out, v_out)
     for got, read in zip((k_out, v_out), wanted.read(1, torch.arange(3), 192), strict=True):
         assert torch.equal(got[:4], read[slots.long()]) and (got[4] == 7).all()
 

@@ -31,6 +31,7 @@ ROTATED_GROUP = 8  # query heads of a kv head
 TOGETHER = 4  # tokens that a block rotates at once; as in store.cuh
 ROTATED_BLOCKS = 2  # an SM: 128 registers a thread hold the matrices
 GATHER_SLOTS = 8
+GATHER_BLOCKS = 8  # an SM: all its threads
 
 
 def programs(dtype: torch.dtype, kind: str, head_dim: int, rotated: bool) -> tuple[Program, ...]:
@@ -165,12 +166,16 @@ class Fused:
         grid = (min(-(-tokens // each), self._most_blocks), self.shape.kv_heads)
         self._store.launch(grid, self._threads, args, pdl=True)
 
-    def gather(self, layer: int, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
-        """slots (count,) int32 -> (count, kv_heads, head_dim) each; K as stored: rotated."""
-        assert slots.dtype == torch.int32
-        count = len(slots)
-        args = (self._records(layer), slots.data_ptr(), k_out.data_ptr(), v_out.data_ptr(), count)
-        grid = (-(-count // GATHER_SLOTS), self.shape.kv_heads)
+    def gather(
+        self, layer: int, slots: Tensor, count: Tensor, k_out: Tensor, v_out: Tensor
+    ) -> None:
+        """The first `count` (1,) of slots, both int32 -> (slots, kv_heads, head_dim) each; K as
+        stored: rotated."""
+        assert slots.dtype == count.dtype == torch.int32
+        outs = (k_out.data_ptr(), v_out.data_ptr())
+        args = (self._records(layer), slots.data_ptr(), *outs, count.data_ptr())
+        most = -(-GATHER_BLOCKS * self._gather.gpu.sms // self.shape.kv_heads)
+        grid = (min(-(-len(slots) // GATHER_SLOTS), most), self.shape.kv_heads)
         self._gather.launch(grid, 32 * GATHER_SLOTS, args, pdl=True)
 
     def _records(self, layer: int) -> int:

@@ -2,16 +2,16 @@
 
 A step of decodes replays the graph of the next larger batch size, over tables filled for this step;
 so does one of few tokens in all, with prompts among them (rows.py), whose K and V are stored before
-any is read. Of others, attention of prefill chunks is FlashAttention over K and V gathered from the
-pages, launched layer by layer; all between are graphs up to some number of tokens (segments.py),
-and beyond it launched kernel by kernel. No call waits for the GPU: the host prepares a step while
-the one before it runs.
+any is read. Others, up to some number of tokens, are one graph if they have few prefill chunks
+(prefill.py), or graphs of what lies between attention (segments.py); beyond it they are launched
+kernel by kernel. No call waits for the GPU: the host prepares a step while the one before it runs.
 """
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,16 @@ from billfish.engine.cuda import fused, tables
 from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
+from billfish.engine.cuda.prefill import Prefill, Steps, slots_of
 from billfish.engine.cuda.rows import MOST_ROWS, as_rows, rules_of_rows
 from billfish.engine.cuda.segments import Attend, Segments, Space, sizes
-from billfish.engine.cuda.tables import PAGE, DecodeAttention, HeadNorms, Tables
+from billfish.engine.cuda.tables import DecodeAttention, HeadNorms, Tables
 from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
 from billfish.kernels.device import HOPPER, gpu
-from billfish.models.decoder import Decoder, Shape
+from billfish.models.decoder import Decoder
 from billfish.models.joined import Product, norm_input
 
 
@@ -112,11 +113,12 @@ class GpuRunner:
         self._landings = itertools.cycle([(place, torch.Event("cuda")) for place in places])
         for apart in {True, not self.joins}:  # loads every kernel: none can be in a capture
             self._step(most_rows, apart)
+        self.steps: Steps | None = None
         self.segments: Segments | None = None
         if graphs:
             self._capture(most_sequences if self.joins else most_rows)
             if budget:
-                self._capture_segments(sizes(budget))
+                self._capture_prompts(sizes(budget))
 
     @torch.inference_mode()
     def run(self, pieces: Many[Piece], rules: Rules | None = None) -> Decoded:
@@ -162,20 +164,25 @@ class GpuRunner:
         tables = self.tables.fill(pieces[:single], single, rules)
         tokens = [t for p in chunks for t in p.sequence.part(p.start, p.start + p.count)]
         positions = [np.arange(p.start, p.start + p.count) for p in chunks]
-        slots = [_slots(p, p.start) for p in chunks]
+        slots = [slots_of(p, p.start) for p in chunks]
         columns = [
             np.concatenate((done, *more))
             for done, more in zip(tables, ([np.array(tokens)], positions, slots), strict=True)
         ]
-        prefill = Prefill(self.fused, self.shape, chunks, self.decoder.dtype, self._upload)
-
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
-            if single:
-                self.attention(layer, q, out)
-            if chunks:
-                out[single:] = prefill(layer, q[single:])
-
         stacked = np.stack(columns)
+        if self.steps and (rows := self.steps.size(stacked.shape[1], chunks)):
+            return self.steps.run(rows, self._upload, stacked, single, chunks)
+        dtype = self.decoder.dtype
+        prefill = (
+            Prefill.of(self.fused, self.shape, dtype, chunks, self._upload) if chunks else None
+        )
+
+        def attend(layer: int, q: Tensor, space: Space) -> None:
+            if single:
+                self._attend(layer, q, space)
+            if prefill:
+                space.mixed[single:] = prefill(layer, q[single:])
+
         if self.segments and (rows := self.segments.size(stacked.shape[1])):
             return self.segments.run(rows, self._upload, stacked, attend)
         flat = self._upload(stacked)
@@ -191,7 +198,7 @@ class GpuRunner:
         """The decode that the tables describe; `apart`: K and V are stored before attention."""
         columns = self.tables.columns
         tokens, positions, slots = (columns[n][:rows] for n in ("tokens", "positions", "slots"))
-        attend = self.attention if apart else self._attend_joined
+        attend = self._attend if apart else self._attend_joined
         hidden = self._forward(tokens, positions, slots, attend, apart)
         logits: Tensor = self.decoder.head(hidden)
         self.fused.draw(logits, columns["rules"], self.found)
@@ -207,11 +214,14 @@ class GpuRunner:
     ) -> Tensor:
         space = self.space(len(tokens))
         for layer, given in self.between(tokens, positions, slots, space, apart):
-            attend(layer, given, space.mixed)
+            attend(layer, given, space)
         return space.x
 
-    def _attend_joined(self, layer: int, qkv: Tensor, out: Tensor) -> None:
-        self.attention.of_projection(layer, qkv, out, self._head_norms(layer))
+    def _attend(self, layer: int, q: Tensor, space: Space) -> None:
+        self.attention(layer, q, space.mixed)
+
+    def _attend_joined(self, layer: int, qkv: Tensor, space: Space) -> None:
+        self.attention.of_projection(layer, qkv, space.mixed, self._head_norms(layer))
 
     def _head_norms(self, layer: int) -> HeadNorms | None:
         attention = self.decoder.layers[layer].self_attn
@@ -293,60 +303,17 @@ class GpuRunner:
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _capture_segments(self, numbers: Many[int]) -> None:
+    def _capture_prompts(self, numbers: Many[int]) -> None:
         _say(f"CUDA graphs of up to {max(numbers)} tokens with prompts")
+        prefill = partial(Prefill, self.fused, self.shape, self.decoder.dtype)
+
+        def forward(columns: Tensor, attend: Attend) -> Tensor:
+            tokens, positions, slots = columns
+            return self._forward(tokens, positions, slots, attend)
+
+        self.steps = Steps(forward, self._attend, prefill, numbers, self.decoder.device)
         self.segments = Segments(self.between, self.space(max(numbers)), numbers)
         torch.cuda.synchronize()
-
-
-class Prefill:
-    """Attention of a step's prefill chunks, each over its sequence from the first token on."""
-
-    def __init__(
-        self,
-        kernels: Fused,
-        shape: Shape,
-        pieces: Many[Piece],
-        dtype: torch.dtype,
-        upload: Callable[[NDArray[Any]], Tensor],
-    ) -> None:
-        self.kernels, self.shape = kernels, shape
-        ends = [piece.start + piece.count for piece in pieces]
-        self.most = max((p.count for p in pieces), default=0), max(ends, default=0)
-        slots = [_slots(piece, 0) for piece in pieces]
-        both = [np.cumsum([0, *(p.count for p in pieces)]), np.cumsum([0, *ends])]
-        flat = upload(np.concatenate([*both, *slots]))
-        edge = len(pieces) + 1
-        self.queries, self.keys, self.slots = flat[:edge], flat[edge : 2 * edge], flat[2 * edge :]
-        size = (len(self.slots), shape.kv_heads, shape.head_dim)
-        self.k, self.v = torch.empty((2, *size), dtype=dtype, device=flat.device)
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        self.kernels.gather(layer, self.slots, self.k, self.v)
-        window = self.shape.windows[layer]
-        # The operator behind torch.nn.attention.varlen, whose arguments change from release to
-        # release. Its causal mask is aligned to the last token, as a chunk needs it.
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            q,
-            self.k,
-            self.v,
-            self.queries,
-            self.keys,
-            *self.most,
-            0.0,
-            True,
-            False,
-            scale=self.shape.scale,
-            window_size_left=None if window is None else window - 1,
-            window_size_right=None if window is None else 0,
-        )[0]
-        return out
-
-
-def _slots(piece: Piece, first: int) -> NDArray[np.int64]:
-    """Slots of tokens [first, end of the piece) of its sequence."""
-    place = np.arange(first, piece.start + piece.count)
-    return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE
 
 
 def _say(message: str) -> None:

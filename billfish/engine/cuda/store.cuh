@@ -275,31 +275,36 @@ BILLFISH_DEVICE u32 decoded(const unsigned char* record, int place, u32 grid) {
     return T::from_float(static_cast<float>(code) * T::to_float(grid) + T::to_float(grid >> 16));
 }
 
-// slots (count) -> k and v (count, kv heads, kHeadDim). Block: kGatherSlots slots of a kv head.
+// The first `count` slots -> k and v (slots, kv heads, kHeadDim). Block: kGatherSlots slots of a kv
+// head at a time; in a graph there may be fewer slots than blocks.
 template <class T, class Format, int kHeadDim>
 __global__ void __launch_bounds__(32 * kGatherSlots)
-gather(unsigned char* pool, const int* __restrict__ slots, u16* k, u16* v, int count) {
+gather(unsigned char* pool, const int* __restrict__ slots, u16* k, u16* v,
+       const int* count) {
     using R = Places<Format, kHeadDim>;
     constexpr int kLanes = kHeadDim / 4;
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
     dependency_wait();
 #endif
-    const int index = blockIdx.x * kGatherSlots + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (index >= count || lane >= kLanes) return;
-    const int slot = slots[index], t = slot % kPageTokens;
-    const unsigned char* record = record_of<R>(pool, slot);
-    uint2 grid = {};
-    if constexpr (R::kBits < 16) grid = reinterpret_cast<const uint2*>(record + R::kGrids)[t];
-    u32 a[4], b[4];
+    const int lane = threadIdx.x % 32, end = *count;
+    if (lane >= kLanes) return;
+    for (int index = blockIdx.x * kGatherSlots + threadIdx.x / 32; index < end;
+         index += gridDim.x * kGatherSlots) {
+        const int slot = slots[index], t = slot % kPageTokens;
+        const unsigned char* record = record_of<R>(pool, slot);
+        uint2 grid = {};
+        if constexpr (R::kBits < 16) grid = reinterpret_cast<const uint2*>(record + R::kGrids)[t];
+        u32 a[4], b[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        a[i] = decoded<T, R>(record, R::k(t, 4 * lane + i), grid.x);
-        b[i] = decoded<T, R>(record + R::kV, R::v(t, 4 * lane + i), grid.y);
+        for (int i = 0; i < 4; ++i) {
+            a[i] = decoded<T, R>(record, R::k(t, 4 * lane + i), grid.x);
+            b[i] = decoded<T, R>(record + R::kV, R::v(t, 4 * lane + i), grid.y);
+        }
+        const u64 to = (static_cast<u64>(index) * gridDim.y + blockIdx.y) * kLanes + lane;
+        reinterpret_cast<uint2*>(k)[to] = {a[0] | a[1] << 16, a[2] | a[3] << 16};
+        reinterpret_cast<uint2*>(v)[to] = {b[0] | b[1] << 16, b[2] | b[3] << 16};
     }
-    const u64 to = (static_cast<u64>(index) * gridDim.y + blockIdx.y) * kLanes + lane;
-    reinterpret_cast<uint2*>(k)[to] = {a[0] | a[1] << 16, a[2] | a[3] << 16};
-    reinterpret_cast<uint2*>(v)[to] = {b[0] | b[1] << 16, b[2] | b[3] << 16};
 }
 
 }  // namespace billfish
