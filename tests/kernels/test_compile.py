@@ -60,7 +60,7 @@ def complaints(program, arch):
     found = []
     if not cubin.code.startswith(b"\x7fELF"):
         found.append("no machine code")
-    wide = re.search(r"w4a16_decode<.*, 16, \d>", program.name)
+    wide = re.search(r"w4a16_decode(_beside|<.*, 16, \d>)", program.name)
     most = BLACKWELL_SPILLS if arch in BLACKWELL and wide else 0
     if not 0 <= cubin.spill_bytes <= most:
         found.append(f"{cubin.spill_bytes} bytes spilled")

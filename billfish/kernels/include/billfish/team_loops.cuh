@@ -34,16 +34,6 @@ constexpr BILLFISH_DEVICE int blocks_of_sm(int tokens, int bands) {
     return tokens == 16 && sums_apart(bands) && !kMovesRegisters ? 1 : 2;
 }
 
-// Of a thread. A quarter of an SM has 16384 registers. Of one band 16 tokens would take 91; with
-// 88, three warps of a block and three of the next kernel's, of 80, fit there together, and that
-// one starts before this has ended: a step of 16 sequences of 8B takes 2.5 % less. Smaller groups,
-// and other architectures, would spill.
-template <int kGroup, int kTokens, int kBands>
-constexpr BILLFISH_DEVICE int most_registers() {
-    if (sums_apart(kBands)) return blocks_of_sm(kTokens, kBands) == 2 ? 80 : 168;
-    return kMovesRegisters && kTokens == 16 && kGroup == 128 ? 88 : 96;
-}
-
 // One stage of the ring: four records, of one, two or four bands, x and its sums. There is one
 // round of barriers for 16 KB: with 8 KB, 28672 x 8192 took 35.5 us instead of 30.1. Of one band 16
 // tokens of x are as large as the records; there it is two of them, for more stages than two.

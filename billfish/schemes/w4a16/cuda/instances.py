@@ -44,12 +44,16 @@ KINDS = [
     for dtype in TYPES
 ]
 
+BESIDE = clusters.MOST_TOKENS, 1, 128  # tokens, bands, group: w4a16_decode_beside
+
 
 @functools.cache
 def few_kernel(
     kind: Kind, dtype: torch.dtype, tokens: int, bands: int, cluster: int = clusters.CLUSTER
 ) -> Kernel:
     """w4a16_decode, or w4a16_stripe."""
+    if kind.kernel == "decode" and (tokens, bands, kind.group) == BESIDE:
+        return _kernel("decode", kind, dtype, name="decode_beside")
     return _kernel(kind.kernel, kind, dtype, tokens, bands, *_other(cluster))
 
 
