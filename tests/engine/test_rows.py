@@ -11,6 +11,7 @@ from tiny import write_checkpoint
 from billfish import LLM
 from billfish.engine.cuda import rows
 from billfish.engine.cuda.rows import as_rows, rules_of_rows
+from billfish.engine.cuda.runner import GpuRunner
 from billfish.engine.runner import Decoded, last_rows
 from billfish.engine.sampling import RULE
 from billfish.engine.scheduler import Piece, Sequence
@@ -75,3 +76,46 @@ def test_rules_of_rows():
     wanted = np.zeros((6, RULE), np.int32)
     wanted[0], wanted[5] = first, second
     assert np.array_equal(np.stack(made), wanted)
+
+
+class Graph:
+    def __init__(self, taken, key):
+        self.taken, self.key = taken, key
+
+    def replay(self):
+        self.taken.append(self.key)
+
+
+class Filled:
+    """Notes what the tables are filled for."""
+
+    def fill(self, pieces, rows, rules, fresh):
+        self.last = len(pieces), rows, fresh
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_which_graph_a_step_takes(joins):
+    """Rows of prompts read keys of their own step: where attention of decodes stores K and V
+    itself, they take graphs that store them before."""
+    runner, taken = object.__new__(GpuRunner), []
+    runner.joins, runner.tables = joins, Filled()
+    runner._step = lambda rows, apart: taken.append(("step", rows, apart)) or torch.zeros(rows, 1)
+    sizes = {True: (2, 4, 64), False: (1, 4, 16)} if joins else {True: (1, 4, 16, 64)}
+    runner.graphs = {
+        (rows, apart): (Graph(taken, (rows, apart)), torch.zeros(rows, 1))
+        for apart, each in sizes.items()
+        for rows in each
+    }
+    apart = not joins
+    for count, fresh, key in (
+        (1, False, (1, apart)),
+        (3, False, (4, apart)),
+        (16, False, (16, apart)),
+        (17, False, ("step", 17, False) if joins else (64, True)),
+        (3, True, (4, True)),
+        (60, True, (64, True)),
+        (65, True, ("step", 65, True)),
+    ):
+        assert len(runner._decode([None] * count, None, fresh)) == count
+        assert taken.pop() == key and not taken
+        assert runner.tables.last == (count, key[-2] if key[0] != "step" else count, fresh)
