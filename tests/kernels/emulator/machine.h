@@ -22,6 +22,7 @@
 #define __grid_constant__
 #define __align__(x)
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __syncthreads() meet(current->block->everybody, (int)current->block->threads)
 #define __syncwarp() meet(current->warp().gate, 32)
 
