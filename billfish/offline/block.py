@@ -361,7 +361,7 @@ class BlockJob:
 
     def _put(self, path: str, weight: Tensor) -> None:
         module = self._linear(path)
-        module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+        module.weight = nn.Parameter(weight.to(self.model.dtype), requires_grad=False)
 
     def _run(self, activations: Activations) -> None:
         """Outputs replace inputs one by one, so that inputs are freed as outputs are made."""

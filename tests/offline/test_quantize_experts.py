@@ -200,12 +200,21 @@ def test_training_follows_the_routing(tmp_path, monkeypatch):
     (tmp_path / "prose.txt").write_text(read_documents("sample")[0][:40_000])
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM", num_hidden_layers=1)
     changes = {"scheme": W4A16(3, 32, False), "nsamples": 96, "steps": 30, "end_to_end": 15}
-    changes |= {"method": "finetune", "data": str(tmp_path / "prose.txt")}
+    changes |= {"method": "finetune", "data": str(tmp_path / "prose.txt"), "dtype": torch.float32}
     report = quantize(asked(source, tmp_path / "out", "", **changes))
     (gain,) = report["training"]["blocks"]
     assert gain["kept"] and gain["after"] < 0.95 * gain["before"]  # measured: 0.84
     whole = report["training"]["whole_model"]
     assert whole["kept"] and whole["after"] < whole["before"]
+    assert verify(tmp_path / "out")["problems"] == []
+
+
+def test_experts_are_trained_in_the_type_of_the_passes(tmp_path, text):
+    """bf16 on a CPU that multiplies it fast, and the weights of experts were fp32."""
+    source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM", num_hidden_layers=1)
+    changes = {"method": "finetune", "steps": 2, "end_to_end": 0, "dtype": torch.bfloat16}
+    report = quantize(asked(source, tmp_path / "out", text, **changes))
+    assert report["training"]["blocks"][0]["after"] > 0
     assert verify(tmp_path / "out")["problems"] == []
 
 

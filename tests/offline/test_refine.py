@@ -18,7 +18,11 @@ LOSSES = []
 
 def loss(refining, weights):
     pairs = zip(refining.inputs, refining.targets, strict=True)
-    return sum(torch.nn.functional.mse_loss(refining.run(x, weights), y) for x, y in pairs)
+    total = 0
+    for x, y in pairs:
+        made = refining.run(x, {path: weight.to(x.dtype) for path, weight in weights.items()})
+        total += torch.nn.functional.mse_loss(made.float(), y.float())
+    return total
 
 
 @torch.enable_grad()
