@@ -16,6 +16,7 @@ from torch import Tensor
 
 from billfish.errors import UserError
 from billfish.formats.spec import TensorSpec
+from billfish.kernels.deferred import Norm, Stream
 from billfish.kernels.jit import Program
 
 Tensors = Mapping[str, Tensor]
@@ -179,6 +180,12 @@ class LinearOp(Protocol):
         a tensor that is written when the input is first multiplied. None where it has no such
         kernel; then hidden is unchanged."""
 
+    def defers(self, m: int) -> bool:
+        """Whether it takes a Stream of m rows as its input, whose norm waits, and has `add_to`."""
+
+    def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
+        """stream.hidden += the product of x (m, k); `norm` is the one behind it, which waits."""
+
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
 
@@ -236,6 +243,9 @@ class GatedOp(Protocol):
     ) -> NormInput:
         """As a LinearOp's."""
 
+    def defers(self, m: int) -> bool:
+        """As a LinearOp's."""
+
     def __call__(self, x: Any) -> Tensor:
         """(..., k) -> (..., n / 2): silu(gate) * up; gate and up are first rounded to x's dtype."""
 
@@ -271,6 +281,14 @@ class Op:
     ) -> NormInput:
         """Not supported."""
         return None
+
+    def defers(self, m: int) -> bool:
+        """Not supported."""
+        return False
+
+    def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
+        """Not supported: `defers` says no."""
+        raise AssertionError
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ from billfish.solvers import finetune, training
 
 W3 = W4A16(bits=3, group_size=32, symmetric=False)
 TRAINED = {"method": "finetune", "scheme": W3, "nsamples": 96, "steps": 40, "end_to_end": 0}
-TRAINED |= {"dtype": torch.float32}  # in bf16, which some CPUs choose, so few steps may gain nothing
+TRAINED |= {"dtype": torch.float32}  # in bf16, which some CPUs choose, few steps may gain nothing
 
 
 @pytest.fixture

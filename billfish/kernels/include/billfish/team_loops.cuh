@@ -52,15 +52,39 @@ struct DecodeStage {
 
 // Addresses in shared memory.
 struct Ring {
-    u32 stages_at, full, empty, summed, reduced, freed;
+    u32 stages_at, full, empty, summed, reduced, freed, ready;
     int stages;
+};
+
+// Where results go: to `out`, as the sums of share.cuh and teams.cuh store them.
+template <class T>
+struct Stored {
+    static constexpr bool kWaits = false;
+    const u16* __restrict__ bias;
+    u16* __restrict__ out;
+    bool gated;
+
+    // Of a block of one band.
+    template <class Exchange, class Worker>
+    BILLFISH_DEVICE void rows(const Ring&, u32 buffer, const Worker& me, int m, int n, int first,
+                              int rows) const {
+        Exchange::template store<T, 8>(buffer, bias, out, me, m, n, first, rows, gated);
+    }
+
+    // Of a pass of several.
+    template <class Exchange, class Sums, class Me, class Finish>
+    BILLFISH_DEVICE void bricks(const Ring&, const Sums& acc, u32 buffer, const Me& me, int rank,
+                                int have, int m, int n, int first, Finish finish) const {
+        Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
+                                    finish);
+    }
 };
 
 // What the eight math warps do in a block of one band. Two teams take the stages by turns
 // (teams.cuh); a warp has half of one or two records.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed>
-BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias,
-                                  u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed, class Results>
+BILLFISH_DEVICE void multiply_one(const Ring& ring, const Results& results, int m, int n,
+                                  int k_tiles) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, 1>;
     using Exchange = Sums<kTokens, 1>;
     using Me = Worker<2, first_math_warp(1)>;  // sub: team, and one of two slices
@@ -109,8 +133,8 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias
     Exchange::send(acc, buffer, ring.reduced, me, rank, rows, m,
                    [](float sum, bool lower) { return finish<T>(sum, lower); });
     barrier_wait(ring.reduced, 0);
-    Exchange::template store<T, 8>(buffer, bias, out, me, m, n,
-                                   share.first_band * kRecordN + rank * rows, rows, gated);
+    results.template rows<Exchange>(ring, buffer, me, m, n, share.first_band * kRecordN + rank * rows,
+                                    rows);
 }
 
 template <int kPair, int kBricks>
@@ -121,9 +145,9 @@ struct Bricks {
 // The same in a block of several bands, with sums of x made apart: two teams take the stages by
 // turns (teams.cuh). With a barrier for each half record, 16 tokens of 8192 x 57344 took 71 us.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kCtas,
-          bool kNormed>
-BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bias,
-                                    u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
+          bool kNormed, class Results>
+BILLFISH_DEVICE void multiply_teams(const Ring& ring, const Results& results, int m, int n,
+                                    int k_tiles) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = TeamSums<kTokens, kBands, kCtas>;
     using Share = ShareOf<kCtas>;
@@ -204,8 +228,7 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bi
         Exchange::send(acc, buffer, ring.reduced, me, rank, have, m, finished);
         barrier_wait(ring.reduced, pass & 1);
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN;
-        Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
-                                    finished);
+        results.template bricks<Exchange>(ring, acc, buffer, me, rank, have, m, n, first, finished);
         if (kCtas == kCluster && pass + 1 < passes) {  // larger clusters have one pass
             __syncwarp();
             if (me.lane == 0) barrier_arrive_in(in_block(ring.freed, rank ^ 1));
