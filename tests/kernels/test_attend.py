@@ -13,7 +13,7 @@ from cpp_compiler import compile_cpp, needs_compiler
 from thorough import every_third, some
 
 import billfish
-from billfish.engine.cuda.chunks import BLOCKS, MOST, Chunking
+from billfish.engine.cuda.chunks import MOST, Chunking
 from billfish.engine.cuda.pool import POOLS
 from billfish.engine.cuda.tables import (
     HEAD_DIMS,
@@ -302,6 +302,7 @@ MISTAKES = [
     (ITEM, r"(store_k<.*) ring, all\)", r"\1 all)"),
     (ITEM, r"(store_v<.*) ring, all\)", r"\1 ring)"),
     (SOURCE, r"of\.span\.length <= token \+ kTile\b", "true"),
+    (ITEM, r"if \(first\) dependency_wait\(\);", ";"),
     (STAGE, r"kRoom : 8\) / kStep \* kStep", "kRoom : 8) - 2"),
 ]
 
@@ -334,7 +335,8 @@ def test_it_compiles_without_spills(kv, head_dim, dtype):
     for joined in {False, kv in JOINED}:
         cubin = jit.build(program(shape, dtype, kv, joined), "sm_90a")
         assert cubin.spill_bytes == cubin.stack_bytes == 0
-        assert cubin.registers <= 65536 // 160 // BLOCKS[kv] // 8 * 8
+        # A quarter of an SM then holds two of a block's five warps and three of w4a16_decode's.
+        assert cubin.registers <= 128
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -115,7 +115,8 @@ class Steps:
         pool = torch.cuda.graph_pool_handle()
 
         def attend(layer: int, q: Tensor, space: Space) -> None:
-            chunks.most = len(q), MOST_KEYS
+            # Of one query FlashAttention would take the heads of a group for queries.
+            chunks.most = max(len(q), 2), MOST_KEYS
             space.mixed = chunks(layer, q)
             decodes(layer, q, space)
 

@@ -235,3 +235,14 @@ void launch(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::func
 bool launch_in_turn(u32 grid_x, u32 grid_y, u32 threads, u32 smem_bytes, const std::function<void()>& body);
 // The next input: length, then bytes; on a multiple of 16.
 std::vector<unsigned char> take();
+
+// What the kernel before writes: NaN until a thread waits for that kernel to end.
+inline std::vector<std::pair<std::vector<unsigned char>*, std::vector<unsigned char>>> unwritten;
+inline void not_yet(std::vector<unsigned char>& bytes) {
+    unwritten.emplace_back(&bytes, bytes);
+    std::fill(bytes.begin(), bytes.end(), 0xff);
+}
+inline void all_written() {
+    for (auto& [place, bytes] : unwritten) memcpy(place->data(), bytes.data(), bytes.size());
+    unwritten.clear();
+}

@@ -37,6 +37,13 @@ int main(int, char** arguments) {
     std::vector<u16> out(results + 64, 0xfffe);
     std::vector<float> workspace(max(grid, sms) * THREADS * 128, NAN);
     std::vector<u32> locks(max(grid, sms) * THREADS / 32, 0);
+    not_yet(x);
+#ifdef NORMED
+    if (more) not_yet(delta);
+#elif defined DEFERRED
+    not_yet(squares);
+    if (adds) not_yet(hidden);
+#endif
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
 #ifdef STRIPE

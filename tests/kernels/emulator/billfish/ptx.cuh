@@ -153,6 +153,9 @@ inline void store_remote(u32 to, float a, float b, float c, float d, u32 barrier
 inline u64 nanoseconds() { static u64 now = 0; return now += 100; }
 inline void sleep_nanoseconds(u32) { yield(); }
 inline void launch_dependents() {}
-inline void dependency_wait() { yield(); }
+inline void dependency_wait() {
+    yield();
+    all_written();
+}
 
 }  // namespace billfish
