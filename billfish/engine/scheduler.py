@@ -41,6 +41,10 @@ class Sequence:
         """A copy of all; `part` copies only what is needed."""
         return self.prompt + self.output
 
+    def token(self, at: int) -> int:
+        edge = len(self.prompt)
+        return self.output[at - edge] if at >= edge else self.prompt[at]
+
     def part(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop)."""
         edge = len(self.prompt)
