@@ -8,6 +8,7 @@ The time model is fitted to timings of 2026-11-15 (H200, head_dim 128; docs/LOG.
 that were swept, 1 to 64 sequences, it finds the fastest size or one within 16 % of its time.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,12 @@ BLOCKS = {"kv16": 2, "kv8": 3, "kv4": 3}  # of an SM, as in attend_stage.cuh: kB
 PAGE_ALONE = {"kv16": 1.77, "kv8": 1.1, "kv4": 0.6}
 PAGE_SHARED = {"kv16": 1.87, "kv8": 1.58, "kv4": 0.88}
 PART, PART_SHORT, ADD, ADD_EACH = 0.5, 12.0, 1.0, 0.3
+
+
+@functools.cache
+def sizes_of(pages: int) -> Numbers:
+    """Of chunks, in pages, that cut so many pages into 1 to MOST; rising."""
+    return np.unique(-(-pages // np.arange(1, min(pages, MOST) + 1, dtype=np.int32)))
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Chunking:
         if self.invariant:
             return np.minimum(-(-pages // EACH), MOST)
         most = int(pages.max(initial=1))
-        sizes = np.unique(-(-most // np.arange(1, min(most, MOST) + 1, dtype=np.int32)))
+        sizes = sizes_of(most)
         counts = -(-pages // sizes[:, None])
         all_chunks = counts.sum(1)
         # Unsplit sequences are always allowed, also a long one among many short ones.

@@ -64,18 +64,18 @@ def rows_of(
     first = begin // PAGE
     pages = -(-lengths // PAGE) - first
     counts = chunking.chunks(pages)
-    rows = np.empty((int(counts.sum()), ROW), np.int32)
-    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
-    before = number * pages[sequence] // counts[sequence]
-    rows[:, 0] = sequence
-    rows[:, 1] = starts[sequence] + first[sequence] + before
-    rows[:, 2] = (first[sequence] + before) * PAGE
-    rows[:, 3] = (number + 1) * pages[sequence] // counts[sequence] - before
+    ends = np.cumsum(counts)
+    each = np.empty((len(lengths), ROW), np.int32)  # of a sequence that is one chunk
+    columns = np.arange(len(lengths)), starts + first, first * PAGE, pages
+    for i, column in enumerate((*columns, ends - counts, counts, begin, lengths)):
+        each[:, i] = column
+    rows = np.repeat(each, counts, axis=0)
+    number = np.arange(len(rows), dtype=np.int32) - rows[:, 4]
+    before, after = (n * rows[:, 3] // rows[:, 5] for n in (number, number + 1))
+    rows[:, 1] += before
+    rows[:, 2] += before * PAGE
+    rows[:, 3] = after - before
     rows[:, 4] = number
-    rows[:, 5] = counts[sequence]
-    rows[:, 6] = begin[sequence]
-    rows[:, 7] = lengths[sequence]
     return rows
 
 
