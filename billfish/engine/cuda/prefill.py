@@ -108,6 +108,8 @@ class Steps:
     copy to the GPU:
 
     [where chunks' rows begin][where their keys begin][slots of keys][tokens][positions][slots]
+
+    The copy is in the stream of the graphs, so it waits until the step before has read the buffer.
     """
 
     def __init__(
