@@ -24,7 +24,7 @@ from billfish.engine.params import SamplingParams
 from billfish.engine.runner import Decoded, Runner, last_rows
 from billfish.engine.sampling import Chooser, Chosen, choose_tokens, logprobs_of
 from billfish.engine.scheduler import Piece, Scheduler, Sequence
-from billfish.engine.text import Detokenizer, StopFinder
+from billfish.engine.text import Detokenizer, StopFinder, Vocabulary
 from billfish.errors import UserError
 
 SCORED = 256  # prompt tokens whose logits are in memory at once
@@ -102,6 +102,7 @@ class Engine:
     ) -> None:
         self.runner, self.decoder = runner, runner.decoder
         self.tokenizer, self.eos = tokenizer, eos
+        self._vocabulary = Vocabulary(tokenizer)
         self.pages, self.most_tokens = pages, most_tokens
         self.scheduler = Scheduler(pages, budget, most_sequences)
         self.runs: dict[str, _Run] = {}
@@ -136,7 +137,7 @@ class Engine:
                 params,
                 sequence,
                 Chooser(params, prompt, vocabulary, self.eos, completion.index),
-                Detokenizer(self.tokenizer, prompt, params.skip_special_tokens),
+                Detokenizer(self._vocabulary, prompt, params.skip_special_tokens),
                 StopFinder(params.stop, params.include_stop_str_in_output),
             )
 
@@ -210,8 +211,9 @@ class Engine:
         ended = []
         for piece in pieces:
             run = self.runs.get(piece.sequence.name)
-            all_done = piece.start + piece.count == len(piece.sequence)
-            if run is not None and run.params.max_tokens == 0 and all_done:
+            if run is None or run.params.max_tokens > 0:
+                continue
+            if piece.start + piece.count == len(piece.sequence):
                 self._end(run, "length")
                 ended.append(run)
         return ended

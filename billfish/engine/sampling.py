@@ -31,6 +31,8 @@ GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
 NUCLEUS = 1024
 BLOCK = 512  # tokens that are summed together before a draw
 RULE = 8  # int32 fields of draw.cuh's Rule
+GREEDY_RULE = np.zeros(RULE, np.int32)
+GREEDY_RULE.flags.writeable = False  # all share it
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Chooser:
         self._stream = np.random.Philox(key=np.array([seed, index], dtype=np.uint64))
         ends = {token for token in eos if token < vocabulary} | set(params.stop_token_ids)
         self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._rule = GREEDY_RULE if self.greedy else self._made_rule()
         self._repeats = params.repetition_penalty != 1
         self._counts = bool(params.presence_penalty or params.frequency_penalty)
         # Tokens whose logits change have a slot in these columns, in order of appearance. Room for
@@ -100,14 +103,20 @@ class Chooser:
 
     def rule(self) -> NDArray[np.int32]:
         """draw.cuh's Rule for the next token, with the stream's next number."""
+        if self.greedy:
+            return GREEDY_RULE
+        rule = self._rule.copy()
+        rule.view(np.uint64)[2] = self._stream.random_raw() >> 12
+        return rule
+
+    def _made_rule(self) -> NDArray[np.int32]:
+        """What stays of it."""
         rule, p = np.zeros(RULE, np.int32), self.params
-        if not self.greedy:
-            numbers = rule.view(np.float32)
-            numbers[0] = math.log2(math.e) / p.temperature
-            numbers[1] = -math.log2(p.min_p) if p.min_p > 0 else math.inf
-            rule[2] = p.top_k if 0 < p.top_k < self.vocabulary else 0
-            numbers[3] = max(p.top_p, 2.0**-40)  # the unit of draw.cuh's weights; 0 would keep all
-            rule[4:6] = np.array([self._stream.random_raw() >> 12], np.uint64).view(np.int32)
+        numbers = rule.view(np.float32)
+        numbers[0] = math.log2(math.e) / p.temperature
+        numbers[1] = -math.log2(p.min_p) if p.min_p > 0 else math.inf
+        rule[2] = p.top_k if 0 < p.top_k < self.vocabulary else 0
+        numbers[3] = max(p.top_p, 2.0**-40)  # the unit of draw.cuh's weights; 0 would keep all
         return rule
 
     def changes(self) -> tuple[NDArray[Any], NDArray[Any]]:

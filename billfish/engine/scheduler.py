@@ -41,13 +41,17 @@ class Sequence:
         """A copy of all; `part` copies only what is needed."""
         return self.prompt + self.output
 
+    def token(self, at: int) -> int:
+        edge = len(self.prompt)
+        return self.output[at - edge] if at >= edge else self.prompt[at]
+
     def part(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop)."""
         edge = len(self.prompt)
         return self.prompt[start:stop] + self.output[max(start - edge, 0) : max(stop - edge, 0)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, each would take three times as long to make
 class Piece:
     """Tokens [start, start + count) of one sequence in a step: a decode, or a prefill chunk."""
 
@@ -89,9 +93,12 @@ class Scheduler:
     def can_grow(self) -> bool:
         """Whether the next step needs no preemption, also if every running sequence gets one more
         token before it."""
-        ends = (min(len(one) + 1, one.most) for one in self._running.values())
-        need = sum(map(self._pages_for, ends))
-        return need - sum(len(one.pages) for one in self._running.values()) <= self.pages.free()
+        size = self.pages.tokens
+        missing = (
+            -(-min(len(one) + 1, one.most) // size) - len(one.pages)
+            for one in self._running.values()
+        )
+        return sum(missing) <= self.pages.free()
 
     def add(self, sequence: Sequence) -> None:
         """Appends it to the queue. ValueError if it can never run to its end."""
@@ -133,16 +140,17 @@ class Scheduler:
     def step(self) -> list[Piece]:
         """What to run now, its pages allocated; [] if there is nothing to do."""
         plan: dict[Sequence, Piece] = {}
-        budget = self.budget
+        budget, size = self.budget, self.pages.tokens
+        left = [(len(one) - one.computed, one) for one in self._running.values()]
         # Decodes first (one token to compute), and all of them: there are at most most_sequences <=
         # budget. sorted() is stable: within decodes and within prefills by arrival.
-        for sequence in sorted(self._running.values(), key=lambda one: len(one) - one.computed > 1):
-            assert len(sequence) <= sequence.most, f"{sequence.name} has {len(sequence)} tokens"
-            count = min(len(sequence) - sequence.computed, budget)
+        for count, sequence in sorted(left, key=lambda each: each[0] > 1):
+            count = min(count, budget)
             # It may just have been preempted for another.
             if count <= 0 or sequence.name not in self._running:
                 continue
-            if self._make_room(sequence, sequence.computed + count, plan):
+            end = sequence.computed + count
+            if end <= len(sequence.pages) * size or self._make_room(sequence, end, plan):
                 plan[sequence] = _piece(sequence, count)
                 budget -= count
         while self._waiting and budget and len(self._running) < self.most_sequences:
@@ -233,4 +241,5 @@ class Scheduler:
 def _piece(sequence: Sequence, count: int) -> Piece:
     """The next `count` tokens. A sequence at its maximum length does not sample."""
     length, start = len(sequence), sequence.computed
+    assert length <= sequence.most, f"{sequence.name} has {length} tokens"
     return Piece(sequence, start, count, start + count == length < sequence.most)

@@ -15,7 +15,7 @@ from typing import Any
 from billfish.engine.build import PAGE_TOKENS
 from billfish.engine.llm import LLM
 from billfish.engine.params import SamplingParams
-from billfish.engine.text import Detokenizer
+from billfish.engine.text import Detokenizer, Vocabulary
 from billfish.errors import UserError
 from billfish.models.families import unlike_llama
 from billfish.models.generate import Sampling, encode, tokens
@@ -96,7 +96,7 @@ def _on_the_engine(llm: LLM, ids: list[int], sampling: Sampling) -> Iterator[tup
 def _through_transformers(
     model: Any, tokenizer: Any, ids: list[int], sampling: Sampling
 ) -> Iterator[tuple[str, int]]:
-    words, count = Detokenizer(tokenizer, ids), 0
+    words, count = Detokenizer(Vocabulary(tokenizer), ids), 0
     for token in tokens(model, ids, sampling):
         count += 1
         yield words.add(token), count

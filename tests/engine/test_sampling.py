@@ -415,6 +415,18 @@ def test_the_ends_of_every_range_stay_finite(asked):
     assert 0 < heat < INF and deepest > 0 and 0 < top_p <= 1
 
 
+def test_rules_differ_by_their_number_alone():
+    one, same = (chooser(seed=3, temperature=0.5, top_k=7, top_p=0.9, min_p=0.25) for _ in "ab")
+    first, second = one.rule(), one.rule()
+    for rule in (first, second):
+        assert rule.view(np.uint64)[2] == int(same.uniform() * 2**52)
+        assert rule[[2, 6, 7]].tolist() == [7, 0, 0]
+        wanted = np.array([2 * np.log2(np.e), 2, 0.9], np.float32)
+        assert np.array_equal(rule.view(np.float32)[[0, 1, 3]], wanted)
+    assert first.tolist() != second.tolist()  # the first is no view of what has changed
+    assert not chooser(temperature=0.0).rule().any()
+
+
 @pytest.mark.parametrize("place", ["_edit", "_draw", "logprobs_of"])
 def test_a_row_that_fails_fails_alone(place, monkeypatch):
     """Whatever step of sampling it is: its neighbours get what they would have had without it."""

@@ -75,7 +75,7 @@ def test_steps_of_all_sizes_give_what_they_give_without_graphs(runner, graphs):
         kernels = runner.fused.norms
         torch.testing.assert_close(found, wanted)
         last = -(-count // 8) * 8 - count
-        assert (made.columns[2, count : count + last] == segments.PADDING[2]).all()
+        assert (made.columns(count + last)[2, count:] == segments.PADDING[2]).all()
     assert made.size(17) is None and made.size(9) == 16
 
 
@@ -118,7 +118,7 @@ def test_whole_steps_in_one_graph(runner, graphs):
         return runner._forward(*columns, attend)
 
     made = prefill.Steps(forward, decodes, Chunks, [16, 8], torch.device("cpu"))
-    assert sorted(made.graphs) == [8, 16] and made.columns.shape == (3, 16)
+    assert sorted(made.graphs) == [8, 16]
     kernels = runner.fused.norms
     for given in ([(0, 3)], [(4, 2), (0, 3)], [(0, 6), (9, 8)], [(0, 1)] * 8, []):
         chunks = [
@@ -128,11 +128,19 @@ def test_whole_steps_in_one_graph(runner, graphs):
         columns = padded(2 + sum(piece.count for piece in chunks))
         rows = made.size(columns.shape[1], chunks)
         assert rows == (8 if columns.shape[1] <= 8 else 16)
-        found = made.run(rows, torch.from_numpy, columns, 2, chunks).clone()
+        own = [prefill.slots_of(piece) for piece in chunks]
+        found = made.run(rows, torch.from_numpy, columns, 2, chunks, own).clone()
         assert runner.fused.norms == kernels  # nothing was launched but the graph
-        queries, keys = (torch.from_numpy(each) for each in prefill.edges(chunks, 2))
-        slots = [torch.from_numpy(prefill.slots_of(piece, 0)) for piece in chunks]
-        exact = Chunks(queries, keys, torch.cat([*slots, torch.zeros(1, dtype=torch.int64)]), 0)
+        queries, keys = map(torch.tensor, prefill.edges(chunks, 2))
+        slots = torch.tensor(
+            [
+                piece.sequence.pages[0] * 64 + i
+                for piece in chunks
+                for i in range(piece.start + piece.count)
+            ]
+            + [0]
+        )
+        exact = Chunks(queries, keys, slots, 0)
 
         def attend(layer, q, space, exact=exact, chunks=chunks):
             if chunks:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import character_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from billfish.engine.text import HALF, Detokenizer, StopFinder
+from billfish.engine.text import HALF, Detokenizer, StopFinder, Vocabulary
 
 LINES = [
     "The billfish swims past 7 boats, doesn't it? Yes.",
@@ -80,7 +80,7 @@ every = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 def pieces(tokenizer, ids, prompt=(), skip_special=True):
-    words = Detokenizer(tokenizer, prompt, skip_special)
+    words = Detokenizer(Vocabulary(tokenizer), prompt, skip_special)
     return [*(words.add(token) for token in ids), words.finish()]
 
 
@@ -173,6 +173,42 @@ def test_a_prompt_that_ends_inside_a_character():
         assert "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == "😀c"
     genuine = tokenizer("ab\ufffd", add_special_tokens=False).input_ids
     assert "".join(pieces(tokenizer, ids[-1:], genuine)) == "c"
+
+
+@every
+def test_texts_share_a_vocabulary(name):
+    """Which remembers how long tokens are alone."""
+    tokenizer = TOKENIZERS[name]
+    vocabulary = Vocabulary(tokenizer)
+    for line in 2 * LINES:
+        ids = tokenizer(line, add_special_tokens=False).input_ids
+        words = Detokenizer(vocabulary, ())
+        text = "".join([*map(words.add, ids), words.finish()])
+        assert text == tokenizer.decode(ids, skip_special_tokens=True)
+    for token in 2 * [*range(len(tokenizer))]:
+        assert vocabulary.length([token]) == len(tokenizer.decode([token]))
+    assert vocabulary.length(ids) == len(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("method", ["decode", "_decode"])
+def test_a_decode_of_its_own_is_asked(method):
+    """Where a tokenizer does more than transformers' do."""
+
+    def loud(self, *given, **named):
+        return getattr(transformers.PreTrainedTokenizerFast, method)(self, *given, **named).upper()
+
+    kind = type("Loud", (transformers.PreTrainedTokenizerFast,), {method: loud})
+    core = TOKENIZERS["byte level"].backend_tokenizer
+    ids = core.encode("fish").ids
+    assert Vocabulary(kind(tokenizer_object=core)).decode(ids) == "FISH"
+    assert Vocabulary(wrapped(core)).decode(ids) == "fish"
+
+
+def test_spaces_are_left_as_they_were_written():
+    core = Tokenizer(models.WordLevel({"no": 0, ".": 1}))
+    tidy = wrapped(core, clean_up_tokenization_spaces=True)
+    assert tidy.decode([0, 1, 0]) == "no. no"
+    assert Vocabulary(tidy).decode([0, 1, 0]) == "no . no"
 
 
 def test_work_does_not_grow_with_the_text():

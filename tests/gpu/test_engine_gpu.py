@@ -160,8 +160,8 @@ def test_graphs_change_nothing():
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_by_rows(name, monkeypatch):
     """Prompts of a small step are rows of a decode's graph; FlashAttention reads them alike."""
-    taken, inner = [], gpu.as_rows
-    monkeypatch.setattr(gpu, "as_rows", lambda pieces: taken.append(inner(pieces)) or taken[-1])
+    taken, inner = [], gpu.can_be_rows
+    monkeypatch.setattr(gpu, "can_be_rows", lambda given: taken.append(inner(given)) or taken[-1])
     model = model_of(name, packed=True)
     params = billfish.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=0)
     prompts = [TEXT[i : i + 9 + 11 * i] for i in range(5)]

@@ -8,6 +8,8 @@ The time model is fitted to timings of 2026-11-15 (H200, head_dim 128; docs/LOG.
 that were swept, 1 to 64 sequences, it finds the fastest size or one within 16 % of its time.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,12 @@ BLOCKS = {"kv16": 2, "kv8": 3, "kv4": 3}  # of an SM, as in attend_stage.cuh: kB
 PAGE_ALONE = {"kv16": 1.77, "kv8": 1.1, "kv4": 0.6}
 PAGE_SHARED = {"kv16": 1.87, "kv8": 1.58, "kv4": 0.88}
 PART, PART_SHORT, ADD, ADD_EACH = 0.5, 12.0, 1.0, 0.3
+
+
+@functools.cache
+def sizes_of(pages: int) -> Numbers:
+    """Of chunks, in pages, that cut so many pages into 1 to MOST; rising."""
+    return np.unique(-(-pages // np.arange(1, min(pages, MOST) + 1, dtype=np.int32)))
 
 
 @dataclass(frozen=True)
@@ -40,23 +48,28 @@ class Chunking:
         """How many of each sequence; 0 of one without pages."""
         if self.invariant:
             return np.minimum(-(-pages // EACH), MOST)
-        most = int(pages.max(initial=1))
-        sizes = np.unique(-(-most // np.arange(1, min(most, MOST) + 1, dtype=np.int32)))
+        sizes, total = sizes_of(int(pages.max(initial=1))), max(int(pages.sum()), 1)
         counts = -(-pages // sizes[:, None])
-        all_chunks = counts.sum(1)
-        # Unsplit sequences are always allowed, also a long one among many short ones.
-        allowed = all_chunks <= self.most_chunks(len(pages))
-        allowed[-1] = True
-        items = np.maximum(all_chunks, 1) * self.kv_heads
-        rounds = -(-items // self.blocks)
-        mean = np.maximum(pages.sum(), 1) / np.maximum(all_chunks, 1)
-        others = np.minimum(-(-items // self.sms), BLOCKS[self.kv]) - 1  # on an SM
-        alone, shared = PAGE_ALONE[self.kv], PAGE_SHARED[self.kv]
-        page = alone + (shared - alone) * others / (BLOCKS[self.kv] - 1)
-        several, part = counts.max(1, initial=0), PART + PART_SHORT / mean
-        time = np.maximum(rounds * mean, sizes) * page
-        time += np.where(several > 1, rounds * part + ADD + ADD_EACH * several, 0)
-        found: Numbers = counts[np.where(allowed, time, np.inf).argmin()]
+        most, blocks, places = self.most_chunks(len(pages)), self.blocks, BLOCKS[self.kv]
+        alone, more = PAGE_ALONE[self.kv], PAGE_SHARED[self.kv] - PAGE_ALONE[self.kv]
+        numbers = sizes.tolist(), counts.sum(1).tolist(), counts.max(1, initial=0).tolist()
+        times = []
+        # A number at a time: for these few sizes an operation on arrays takes as long as ten.
+        for size, chunks, several in zip(*numbers, strict=True):
+            # Unsplit sequences are always allowed, also a long one among many short ones.
+            if chunks > most and size < sizes[-1]:
+                times.append(math.inf)
+                continue
+            items = max(chunks, 1) * self.kv_heads
+            rounds = -(-items // blocks)
+            mean = total / max(chunks, 1)
+            others = min(-(-items // self.sms), places) - 1  # on an SM
+            page = alone + more * others / (places - 1)
+            time = max(rounds * mean, size) * page
+            if several > 1:
+                time += rounds * (PART + PART_SHORT / mean) + ADD + ADD_EACH * several
+            times.append(time)
+        found: Numbers = counts[times.index(min(times))]
         return found
 
     def most_chunks(self, sequences: int) -> int:

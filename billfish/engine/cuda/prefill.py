@@ -10,9 +10,9 @@ whole step serves all steps of as many rows, with up to MOST_CHUNKS chunks:
 Steps with more chunks, or more keys, are graphs between attention and attention (segments.py).
 """
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,23 +25,26 @@ from billfish.engine.cuda.tables import PAGE
 from billfish.engine.scheduler import Piece
 from billfish.models.decoder import Shape
 
-Numbers = NDArray[Any]
-Upload = Callable[[Numbers], Tensor]
+Numbers = NDArray[np.int32]
 # Of a graph. FlashAttention launches blocks for every chunk that there may be; beside those without
 # work, long ones met on an SM: 200 tokens behind 4000 others took 14 ms a step instead of 12.
 MOST_CHUNKS, MOST_KEYS = 8, 2048
+EDGES = MOST_CHUNKS + 2  # with padding's and the end
+FIXED = 2 * EDGES + MOST_KEYS  # numbers of every graph's inputs
 
 
-def slots_of(piece: Piece, first: int) -> Numbers:
-    """Slots of tokens [first, end of the piece) of its sequence."""
-    place = np.arange(first, piece.start + piece.count)
-    return np.array(piece.sequence.pages)[place // PAGE] * PAGE + place % PAGE
+def slots_of(piece: Piece) -> Numbers:
+    """Slots of all tokens of its sequence up to the piece's last."""
+    firsts = np.array(piece.sequence.pages, np.int32) * PAGE
+    found: Numbers = np.add.outer(firsts, np.arange(PAGE, dtype=np.int32)).reshape(-1)
+    return found[: piece.start + piece.count]
 
 
-def edges(pieces: Many[Piece], first: int = 0) -> tuple[Numbers, Numbers]:
+def edges(pieces: Many[Piece], first: int = 0) -> tuple[list[int], list[int]]:
     """Where each piece's rows begin, from `first` on, and its keys; and the ends of the last."""
-    counts, keys = [p.count for p in pieces], [p.start + p.count for p in pieces]
-    return first + np.cumsum([0, *counts]), np.cumsum([0, *keys])
+    rows = itertools.accumulate((piece.count for piece in pieces), initial=first)
+    keys = itertools.accumulate((piece.start + piece.count for piece in pieces), initial=0)
+    return list(rows), list(keys)
 
 
 class Prefill:
@@ -64,9 +67,15 @@ class Prefill:
 
     @classmethod
     def of(
-        cls, kernels: Fused, shape: Shape, dtype: torch.dtype, pieces: Many[Piece], upload: Upload
+        cls,
+        kernels: Fused,
+        shape: Shape,
+        dtype: torch.dtype,
+        pieces: Many[Piece],
+        slots: list[Numbers],  # slots_of each
+        upload: Callable[[Numbers], Tensor],
     ) -> "Prefill":
-        both, slots = edges(pieces), [slots_of(piece, 0) for piece in pieces]
+        both = np.array(edges(pieces), np.int32)
         flat, edge = upload(np.concatenate([*both, *slots])), len(pieces) + 1
         tables = flat[:edge], flat[edge : 2 * edge], flat[2 * edge :]
         most = max(p.count for p in pieces), max(p.start + p.count for p in pieces)
@@ -95,7 +104,13 @@ class Prefill:
 
 
 class Steps:
-    """A graph of a whole step for each number of rows; all share their inputs."""
+    """A graph of a whole step for each number of rows. All share their inputs, one buffer for one
+    copy to the GPU:
+
+    [where chunks' rows begin][where their keys begin][slots of keys][tokens][positions][slots]
+
+    The copy is in the stream of the graphs, so it waits until the step before has read the buffer.
+    """
 
     def __init__(
         self,
@@ -105,12 +120,12 @@ class Steps:
         numbers: Many[int],
         device: torch.device,
     ) -> None:
-        self.columns = padding(max(numbers), device)
-        self.edges = torch.zeros(2, MOST_CHUNKS + 2, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(MOST_KEYS, dtype=torch.int32, device=device)
-        queries, keys = self.edges
+        most = max(numbers)
+        self.flat = torch.zeros(FIXED + 3 * most, dtype=torch.int32, device=device)
+        queries, keys = self.flat[: 2 * EDGES].view(2, EDGES)
+        slots = self.flat[2 * EDGES : FIXED]
         # Kept: graphs know the addresses of its K and V.
-        self.chunks = chunks = prefill(queries, keys, self.slots, (max(numbers), MOST_KEYS))
+        self.chunks = chunks = prefill(queries, keys, slots, (most, MOST_KEYS))
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
 
@@ -121,12 +136,18 @@ class Steps:
             decodes(layer, q, space)
 
         for rows in numbers:
-            self.edges[0, 1:] = rows  # one chunk without keys
-            forward(self.columns[:, :rows], attend)  # loads kernels: a capture cannot
+            columns = self.columns(rows)
+            columns.copy_(padding(rows, device))
+            queries[1:] = rows  # one chunk without keys
+            forward(columns, attend)  # loads kernels: a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                found = forward(self.columns[:, :rows], attend)
+                found = forward(columns, attend)
             self.graphs[rows] = graph, found
+
+    def columns(self, rows: int) -> Tensor:
+        """Tokens, positions and slots of a graph of so many rows."""
+        return self.flat[FIXED : FIXED + 3 * rows].view(3, rows)
 
     def size(self, count: int, chunks: Many[Piece]) -> int | None:
         """The next size with a graph, if it has room for these chunks."""
@@ -135,18 +156,23 @@ class Steps:
         return min((rows for rows in self.graphs if rows >= count), default=None)
 
     def run(
-        self, rows: int, upload: Upload, columns: Numbers, single: int, chunks: Many[Piece]
+        self,
+        rows: int,
+        pinned: Callable[[Numbers], Tensor],  # a copy in memory that the GPU reads
+        columns: Numbers,
+        single: int,
+        chunks: Many[Piece],
+        slots: list[Numbers],  # slots_of each chunk
     ) -> Tensor:
         """Hidden states of `single` decodes, which the tables describe, and of chunks; as
         Segments.run."""
         queries, keys = edges(chunks, single)
-        slots = np.concatenate([np.empty(0, np.int32), *(slots_of(p, 0) for p in chunks)])
-        both = np.empty(self.edges.shape, np.int32)
-        both[0], both[1] = rows, keys[-1]
-        both[0, : len(queries)], both[1, : len(keys)] = queries, keys
-        self.columns[:, :rows].copy_(upload(padded(columns, rows)))
-        self.edges.copy_(upload(both))
-        self.slots[: len(slots)].copy_(upload(slots))
+        flat, rest = np.zeros(FIXED + 3 * rows, np.int32), EDGES - len(queries)
+        flat[: 2 * EDGES] = [*queries, *[rows] * rest, *keys, *[keys[-1]] * rest]
+        if slots:
+            np.concatenate(slots, out=flat[2 * EDGES : 2 * EDGES + keys[-1]])
+        flat[FIXED:] = padded(columns, rows).reshape(-1)
+        self.flat[: len(flat)].copy_(pinned(flat), non_blocking=True)
         graph, found = self.graphs[rows]
         graph.replay()
         return found[: columns.shape[1]]

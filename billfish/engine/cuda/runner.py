@@ -24,7 +24,7 @@ from billfish.engine.cuda.chunks import Chunking
 from billfish.engine.cuda.fused import Fused
 from billfish.engine.cuda.pool import POOLS, Pool
 from billfish.engine.cuda.prefill import Prefill, Steps, slots_of
-from billfish.engine.cuda.rows import MOST_ROWS, as_rows, rules_of_rows
+from billfish.engine.cuda.rows import MOST_ROWS, can_be_rows
 from billfish.engine.cuda.segments import Attend, Segments, Space, sizes
 from billfish.engine.cuda.tables import DecodeAttention, HeadNorms, Tables
 from billfish.engine.kv.rotation import Rotation
@@ -133,15 +133,15 @@ class GpuRunner:
         """Logits of the pieces that sample, and with rules their next tokens."""
         if all(piece.count == 1 and piece.samples for piece in pieces):
             logits = self._decode(pieces, rules)
-        elif self.by_rows and (each := as_rows(pieces)) is not None:
-            logits = self._decode(each, rules and rules_of_rows(rules, pieces), fresh=True)
-            at = self._upload(np.array(last_rows(pieces), np.int32))
+        elif self.by_rows and can_be_rows(pieces):
+            logits = self._decode(pieces, rules, last := last_rows(pieces))
+            at = self.tables.columns["last"][: len(last)]
             logits = logits.index_select(0, at)
             self.found[: len(at)] = self.found.index_select(0, at)
         else:
-            hidden = self.hidden(pieces, rules)
-            rows = self._upload(np.array(last_rows(pieces), np.int32))
-            logits = self.decoder.head(hidden.index_select(0, rows))
+            hidden = self.hidden(pieces, rules, last := last_rows(pieces))
+            at = self.tables.columns["last"][: len(last)]
+            logits = self.decoder.head(hidden.index_select(0, at))
             if rules:
                 self.fused.draw(logits, self.tables.columns["rules"], self.found)
         if rules is None:
@@ -151,12 +151,16 @@ class GpuRunner:
         landed.record()
         return Decoded(logits, place[:count], landed)
 
-    def _decode(self, pieces: Many[Piece], rules: Rules | None, fresh: bool = False) -> Tensor:
-        """One token of each piece."""
-        count, apart = len(pieces), fresh or not self.joins
+    def _decode(
+        self, pieces: Many[Piece], rules: Rules | None, last: Many[int] | None = None
+    ) -> Tensor:
+        """One token of each piece; with `last`, the rows that sample, a row for every token."""
+        fresh = last is not None
+        apart = fresh or not self.joins
+        count = sum(piece.count for piece in pieces) if fresh else len(pieces)
         sizes = [size for size, how in self.graphs if how == apart and size >= count]
         rows = min(sizes, default=count)
-        self.tables.fill(pieces, rows, rules, fresh)
+        self.tables.fill(pieces, rows, rules, fresh, last or ())
         if (rows, apart) not in self.graphs:
             return self._step(rows, apart)[:count]
         graph, logits = self.graphs[rows, apart]
@@ -164,25 +168,32 @@ class GpuRunner:
         return logits[:count]
 
     @torch.inference_mode()
-    def hidden(self, pieces: Many[Piece], rules: Rules | None = None) -> Tensor:
+    def hidden(
+        self, pieces: Many[Piece], rules: Rules | None = None, last: Many[int] = ()
+    ) -> Tensor:
         """(tokens of all pieces, hidden), valid until the next step. Pieces of one token come
-        first, and their attention is a decode's."""
+        first, and their attention is a decode's. `last`: of Tables.fill."""
         single = next((i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces))
-        chunks = pieces[single:]
-        tables = self.tables.fill(pieces[:single], single, rules)
-        tokens = [t for p in chunks for t in p.sequence.part(p.start, p.start + p.count)]
-        positions = [np.arange(p.start, p.start + p.count) for p in chunks]
-        slots = [slots_of(p, p.start) for p in chunks]
-        columns = [
-            np.concatenate((done, *more))
-            for done, more in zip(tables, ([np.array(tokens)], positions, slots), strict=True)
-        ]
-        stacked = np.stack(columns)
-        if self.steps and (rows := self.steps.size(stacked.shape[1], chunks)):
-            return self.steps.run(rows, self._upload, stacked, single, chunks)
+        chunks, tables = pieces[single:], self.tables
+        tables.fill(pieces[:single], single, rules, last=last)
+        slots = [slots_of(piece) for piece in chunks]
+        columns = np.empty((3, single + sum(piece.count for piece in chunks)), np.int32)
+        for column, name in zip(columns, ("tokens", "positions", "slots"), strict=True):
+            column[:single] = tables.column(name, single)
+        at = single
+        for piece, own in zip(chunks, slots, strict=True):
+            first, end = piece.start, piece.start + piece.count
+            here = slice(at, at := at + piece.count)
+            columns[0, here] = piece.sequence.part(first, end)
+            columns[1, here] = np.arange(first, end)
+            columns[2, here] = own[first:]
+        if self.steps and (rows := self.steps.size(at, chunks)):
+            return self.steps.run(rows, self._pinned, columns, single, chunks, slots)
         dtype = self.decoder.dtype
         prefill = (
-            Prefill.of(self.fused, self.shape, dtype, chunks, self._upload) if chunks else None
+            Prefill.of(self.fused, self.shape, dtype, chunks, slots, self._upload)
+            if chunks
+            else None
         )
 
         def attend(layer: int, q: Tensor, space: Space) -> None:
@@ -191,15 +202,18 @@ class GpuRunner:
             if prefill:
                 space.mixed[single:] = prefill(layer, q[single:])
 
-        if self.segments and (rows := self.segments.size(stacked.shape[1])):
-            return self.segments.run(rows, self._upload, stacked, attend)
-        flat = self._upload(stacked)
+        if self.segments and (rows := self.segments.size(at)):
+            return self.segments.run(rows, self._pinned, columns, attend)
+        flat = self._upload(columns)
         return self._forward(flat[0], flat[1], flat[2], attend)
 
-    def _upload(self, numbers: NDArray[Any]) -> Tensor:
-        """int32 on the GPU. From pinned memory: the host does not wait for the steps before."""
-        pinned = torch.from_numpy(numbers.astype(np.int32)).pin_memory()
-        return pinned.to(self.decoder.device, non_blocking=True)
+    def _pinned(self, numbers: NDArray[np.int32]) -> Tensor:
+        """Copied from there, the host does not wait for the steps before. PyTorch gives the memory
+        to nobody else before such a copy is done."""
+        return torch.from_numpy(numbers).pin_memory()
+
+    def _upload(self, numbers: NDArray[np.int32]) -> Tensor:
+        return self._pinned(numbers).to(self.decoder.device, non_blocking=True)
 
     @torch.inference_mode()
     def _step(self, rows: int, apart: bool) -> Tensor:

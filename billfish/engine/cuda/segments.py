@@ -68,11 +68,13 @@ class Segments:
         """`space` for the largest of `numbers`."""
         self.space = space
         space.mixed.zero_()  # padding rows are multiplied as well
-        self.columns = padding(max(numbers), space.x.device)
+        self.flat = torch.zeros(3 * max(numbers), dtype=torch.int32, device=space.x.device)
         self.graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         pool = torch.cuda.graph_pool_handle()
         for rows in numbers:
-            given = (*self.columns[:, :rows], space.first(rows))
+            columns = self.columns(rows)
+            columns.copy_(padding(rows, space.x.device))
+            given = (*columns, space.first(rows))
             for _ in between(*given):  # loads kernels: none can be loaded in a capture
                 pass
             parts, found = between(*given), list[torch.cuda.CUDAGraph]()
@@ -83,6 +85,10 @@ class Segments:
                     more = next(parts, None) is not None
             self.graphs[rows] = found
 
+    def columns(self, rows: int) -> Tensor:
+        """Tokens, positions and slots of the graphs of so many rows; sizes share one memory."""
+        return self.flat[: 3 * rows].view(3, rows)
+
     def size(self, count: int) -> int | None:
         """The next size with graphs."""
         return min((rows for rows in self.graphs if rows >= count), default=None)
@@ -90,13 +96,13 @@ class Segments:
     def run(
         self,
         rows: int,
-        upload: Callable[[NDArray[np.int32]], Tensor],
+        pinned: Callable[[NDArray[np.int32]], Tensor],  # a copy in memory that the GPU reads
         columns: NDArray[np.int32],
         attend: Attend,
     ) -> Tensor:
         """Hidden states of tokens, given by their `columns`: token, position and slot; padded to
         `rows`, one of the sizes. The next run overwrites them."""
-        self.columns[:, :rows].copy_(upload(padded(columns, rows)))
+        self.columns(rows).copy_(pinned(padded(columns, rows)), non_blocking=True)
         given = self.space.first(columns.shape[1])
         first, *others = self.graphs[rows]
         first.replay()

@@ -64,18 +64,18 @@ def rows_of(
     first = begin // PAGE
     pages = -(-lengths // PAGE) - first
     counts = chunking.chunks(pages)
-    rows = np.empty((int(counts.sum()), ROW), np.int32)
-    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    number = np.arange(len(rows), dtype=np.int32) - (np.cumsum(counts) - counts)[sequence]
-    before = number * pages[sequence] // counts[sequence]
-    rows[:, 0] = sequence
-    rows[:, 1] = starts[sequence] + first[sequence] + before
-    rows[:, 2] = (first[sequence] + before) * PAGE
-    rows[:, 3] = (number + 1) * pages[sequence] // counts[sequence] - before
+    ends = np.cumsum(counts)
+    each = np.empty((len(lengths), ROW), np.int32)  # of a sequence that is one chunk
+    columns = np.arange(len(lengths)), starts + first, first * PAGE, pages
+    for i, column in enumerate((*columns, ends - counts, counts, begin, lengths)):
+        each[:, i] = column
+    rows = np.repeat(each, counts, axis=0)
+    number = np.arange(len(rows), dtype=np.int32) - rows[:, 4]
+    before, after = (n * rows[:, 3] // rows[:, 5] for n in (number, number + 1))
+    rows[:, 1] += before
+    rows[:, 2] += before * PAGE
+    rows[:, 3] = after - before
     rows[:, 4] = number
-    rows[:, 5] = counts[sequence]
-    rows[:, 6] = begin[sequence]
-    rows[:, 7] = lengths[sequence]
     return rows
 
 
@@ -83,7 +83,7 @@ class Tables:
     """One int32 buffer on the GPU, and the same on the host:
 
     [tokens][positions][slots][number of chunks, offset of their rows, fresh; for each window size]
-    [sampling rules][rows of chunks][page tables]
+    [rows that sample, of a step with prompts][sampling rules][rows of chunks][page tables]
 
     It goes to the GPU through two pinned buffers by turns: when one is filled again, the copy from
     it is done, since the host has read the results of the decode that it was for.
@@ -99,8 +99,9 @@ class Tables:
     ) -> None:
         self.sequences, self.chunking = sequences, chunking
         self.kinds = list(dict.fromkeys(windows))  # of windows
-        widths = {name: sequences + -sequences % ROW for name in ("tokens", "positions", "slots")}
+        widths = dict.fromkeys(("tokens", "positions", "slots"), sequences + -sequences % ROW)
         widths["heads"] = len(self.kinds) * ROW
+        widths["last"] = widths["tokens"]
         widths["rules"] = sequences * RULE
         self._fixed = sum(widths.values())
         rows = len(self.kinds) * chunking.most_chunks(sequences) * ROW
@@ -117,62 +118,77 @@ class Tables:
             self.columns[name] = self.card[at : at + width]
             self._numbers[name] = self._flat[at : at + width]
             at += width
-        # Of the last step: each row's sequence, its position and its number of pages.
-        self._last: list[tuple[Sequence, int, int]] = []
-        self._shape = (0, 0, 0)  # rows, end of the chunks' rows, end of all
+        # Of the last step: each row's sequence and its number of pages.
+        self._last: tuple[list[Sequence], list[int]] = [], []
+        self._shape = (-1, 0, 0)  # rows, end of the chunks' rows, end of all
 
     def fill(
-        self, pieces: Many[Piece], rows: int, rules: Rules | None = None, fresh: bool = False
-    ) -> tuple[NDArray[np.int32], ...]:
-        """One token of each piece, padded to `rows`; returns their tokens, positions and slots.
-        Rules may be more: a step's other pieces sample, too. Without them sampling is greedy.
-        `fresh`: several pieces may be of one sequence, and read what this step writes."""
-        count, numbers = len(pieces), self._numbers
+        self,
+        pieces: Many[Piece],
+        rows: int,
+        rules: Rules | None = None,
+        fresh: bool = False,
+        last: Many[int] = (),
+    ) -> None:
+        """A row for every token of the pieces, padded to `rows`. Without rules sampling is greedy.
+        `fresh`: pieces may have several tokens, which read what this step writes; rules are those
+        of rows `last`. Else pieces have one token, and rules may be more: a step's other pieces
+        sample, too. `last` goes to the GPU as it is."""
+        numbers, places = self._numbers, np.array(last, np.int32)
         numbers["rules"][: rows * RULE] = 0
         if rules:
-            numbers["rules"][: len(rules) * RULE] = np.concatenate(rules)
-        numbers["tokens"][:count] = [p.sequence.part(p.start, p.start + 1)[0] for p in pieces]
-        if fresh or not self._advance(pieces, rows):
-            self._build(pieces, rows, fresh)
-        known = () if fresh else pieces
-        self._last = [(p.sequence, p.start, len(p.sequence.pages)) for p in known]
+            given = np.concatenate(rules).reshape(-1, RULE)
+            numbers["rules"].reshape(-1, RULE)[places if fresh else slice(len(given))] = given
+        numbers["last"][: len(last)] = places
+        sequences = [piece.sequence for piece in pieces]
+        known = sequences, [len(sequence.pages) for sequence in sequences]
+        if fresh:
+            parts = [p.sequence.part(p.start, p.start + p.count) for p in pieces]
+            tokens = list(itertools.chain.from_iterable(parts))
+        else:
+            tokens = [p.sequence.token(p.start) for p in pieces]
+        numbers["tokens"][: len(tokens)] = tokens
+        where = np.array([piece.start for piece in pieces], np.int32)
+        if fresh or rows != self._shape[0] or known != self._last or not self._advance(where):
+            self._build(pieces, where, rows, fresh)
+        self._last = ([], []) if fresh else known
         end, place = self._shape[2], next(self._places)
         place.numpy()[:end] = self._flat[:end]
         self.card[:end].copy_(place[:end], non_blocking=True)
-        return tuple(numbers[name][:count] for name in ("tokens", "positions", "slots"))
 
-    def _advance(self, pieces: Many[Piece], rows: int) -> bool:
-        """Increments the last step's tables if every sequence has one token more in the same pages:
-        a fifth of the time of building them."""
-        if rows != self._shape[0] or len(pieces) != len(self._last) or self.kinds != [None]:
+    def column(self, name: str, count: int) -> NDArray[np.int32]:
+        """The first rows' numbers of the step, on the host."""
+        return self._numbers[name][:count]
+
+    def _advance(self, where: NDArray[np.int32]) -> bool:
+        """Increments the last step's tables, of the same sequences in as many pages, if every one
+        has one token more in the same page: a fifth of the time of building them."""
+        count = len(where)
+        positions = self._numbers["positions"][:count]
+        if self.kinds != [None] or (where != positions + 1).any() or (where % PAGE == 0).any():
             return False
-        for piece, (sequence, start, pages) in zip(pieces, self._last, strict=True):
-            if (
-                piece.sequence is not sequence
-                or piece.start != start + 1
-                or piece.start % PAGE == 0
-                or len(sequence.pages) != pages
-            ):
-                return False
-        count = len(pieces)
-        self._numbers["positions"][:count] += 1
+        positions += 1
         self._numbers["slots"][:count] += 1
         self._flat[self._fixed : self._shape[1]][ROW - 1 :: ROW] += 1  # lengths
         return True
 
-    def _build(self, pieces: Many[Piece], rows: int, fresh: bool) -> None:
-        numbers, count, flat = self._numbers, len(pieces), self._flat
-        where = np.array([piece.start for piece in pieces], np.int32)
+    def _build(self, pieces: Many[Piece], where: NDArray[np.int32], rows: int, fresh: bool) -> None:
+        numbers, flat = self._numbers, self._flat
         lists = [piece.sequence.pages for piece in pieces]
+        sizes = np.array(list(map(len, lists)), np.int32)
+        starts = np.cumsum(sizes, dtype=np.int32) - sizes
+        pages = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(sizes.sum()))
+        if fresh:  # all tokens of a piece share its page table
+            counts = np.array([piece.count for piece in pieces], np.int32)
+            of = np.repeat(np.arange(len(pieces)), counts)
+            ends = np.cumsum(counts, dtype=np.int32)
+            where = np.arange(len(of), dtype=np.int32) + (where - (ends - counts))[of]
+            starts = starts[of]
+        count = len(where)
         for name, padding in (("tokens", 0), ("positions", 0), ("slots", -1)):
             numbers[name][count:rows] = padding
         numbers["positions"][:count] = where
-        numbers["slots"][:count] = [
-            pages[piece.start // PAGE] * PAGE + piece.start % PAGE
-            for pages, piece in zip(lists, pieces, strict=True)
-        ]
-        sizes = np.array([len(pages) for pages in lists], np.int32)
-        starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        numbers["slots"][:count] = pages[starts + where // PAGE] * PAGE + where % PAGE
         made = [rows_of(where + 1, starts, window, self.chunking) for window in self.kinds]
         at = self._fixed
         pages_at = at + sum(each.size for each in made)
@@ -181,10 +197,8 @@ class Tables:
             numbers["heads"][i * ROW : i * ROW + 3] = len(each), at, fresh
             flat[at : at + each.size] = each.reshape(-1)
             at += each.size
-        for pages in lists:
-            flat[at : at + len(pages)] = pages
-            at += len(pages)
-        self._shape = rows, pages_at, at
+        flat[at : at + len(pages)] = pages
+        self._shape = rows, pages_at, at + len(pages)
 
 
 class HeadNorms(NamedTuple):
