@@ -47,6 +47,9 @@ class Costs:
     # begin at different inputs, and all of them, twins half as much, as they share x.
     spread: float = 0.0
     far: float = 0.0
+    # If given, of each time that a CTA leaves or collects sums of a split tile, instead of
+    # `meeting_us`: a constant, and for 32 tokens x 128 outputs. The CTA with most work counts.
+    sums_us: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,30 @@ def cuts(
                 yield replace(cut, stripes=stripes, twins=True)
 
 
+def longest(how: Launch, k_tiles: int) -> tuple[int, int, int]:
+    """Of the CTA with most work: its slices of 128 inputs, the tiles whose results it stores, and
+    how often it leaves or collects sums. Stripes of 1.7 tiles store two tiles, leave the end of a
+    third and collect that of another; stripes of 1.5, which begin with or in the middle of a tile,
+    leave or collect; of 0.7 they may collect two."""
+    workers = how.blocks // 2 if how.cut.twins else how.blocks
+    tiles = how.m_tiles * how.n_tiles
+    rounds = math.ceil(how.whole / workers)
+    if not how.sums:
+        return rounds * k_tiles, rounds, 0
+    each, longer = divmod((tiles - how.whole) * k_tiles, workers)
+    # Stripes begin at multiples of so many slices of a tile, or, if some are longer, anywhere.
+    step = 1 if longer else math.gcd(each, k_tiles)
+    most = each + (longer > 0)
+    if most > k_tiles:
+        own, sums = 2, 2 if most >= k_tiles + 2 * step else 1
+    elif each == step:  # equal parts of a tile: the others leave theirs when the first is done
+        own, sums = 1, k_tiles // each
+    else:  # the end of a tile, and the beginning of the next, of one step
+        others = math.ceil((k_tiles - step) / each)
+        own, sums = 1, others + (2 if others > 1 else 1)  # of two, it waits for the nearest
+    return rounds * k_tiles + most, rounds + own, sums
+
+
 def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
     """Expected time: the CTAs of an SM share it; epilogues and reductions come on top."""
     cut, tiles = how.cut, how.m_tiles * how.n_tiles
@@ -199,12 +226,15 @@ def model_us(how: Launch, k_tiles: int, gpu: Gpu, costs: Costs) -> float:
         parts = math.ceil(how.whole / workers) + (tiles - how.whole) / workers
         stages, (constant, more) = parts * k_tiles, costs.meeting_us
         meeting = constant + more * size if how.sums else 0.0
+    own = max(1.0, parts)  # tiles whose results a CTA stores
+    if costs.sums_us is not None and cut.splits == 1:
+        (stages, own, sums), (constant, more) = longest(how, k_tiles), costs.sums_us
+        meeting = sums * (constant + more * size)
     x_bytes = how.m_tiles * cut.tokens * k_tiles * SLICE * 2
     filled = min(1.0, x_bytes / max(1, gpu.l2_bytes))  # of L2
     stage *= 1 + costs.far * filled / (2 if cut.twins else 1)
     if how.sums:
         stage *= 1 + costs.spread * filled
-    own = max(1.0, parts)  # tiles whose results a CTA stores
     epilogues = own * costs.tile_us * size + own * costs.tile_constant_us
     return costs.launch_us + stages * stage + epilogues + meeting
 
