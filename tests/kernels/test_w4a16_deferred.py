@@ -72,7 +72,7 @@ def normed(hidden, norm):
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", some(CASES, 0, 1, 2, 4), ids=name)
+@pytest.mark.parametrize("case", some(CASES, 0, 1, 4), ids=name)
 def test_norms_that_wait(case, compiled):  # noqa: F811
     n, k, scheme, dtype, sms, tokens = case
     tensors, _, bias = layer(n, k, scheme, dtype)
@@ -107,7 +107,7 @@ def test_gated(case, compiled):  # noqa: F811
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", some(CASES, 0, 1, 2, 4), ids=name)
+@pytest.mark.parametrize("case", some(CASES, 1, 2, 4), ids=name)
 def test_sums(case, compiled):  # noqa: F811
     """The bits of the product and the engine's norm: rounded, then added; and what is left."""
     n, k, scheme, dtype, sms, tokens = case
@@ -162,17 +162,19 @@ H200 = Gpu(0, "H200", "sm_90a", 132, 232448, 233472, 0)
 
 
 @pytest.mark.parametrize(
-    ("group", "zeros", "dtype"),
+    ("group", "zeros", "dtype", "least"),
     [
-        (128, False, FP16),
-        *(also(group, zeros, FP16) for group in (64, 32) for zeros in (False, True)),
-        also(128, False, BF16),
+        (128, False, FP16, 16),
+        also(128, False, FP16, 1),
+        *(also(group, zeros, FP16, 1) for group in (64, 32) for zeros in (False, True)),
+        also(128, False, BF16, 1),
     ],
     ids=str,
 )
-def test_it_compiles_without_spills(group, zeros, dtype):
+def test_it_compiles_without_spills(group, zeros, dtype, least):
+    """16 tokens need the most registers."""
     kind = instances.Kind("decode", group, zeros, 1, dtype)
-    sizes = [t for t in tile.TOKENS if t < 16 or group > 32]
+    sizes = [t for t in tile.TOKENS if t >= least and (t < 16 or group > 32)]
     made = [instances.deferred_kernel(kind, dtype, t, *each) for t in sizes for each in tile.SHARES]
     found = {kernel.program.name: complaints(kernel.program, "sm_90a") for kernel in made}
     assert len(found) == len(made) and not any(found.values()), found

@@ -4,7 +4,7 @@
                              mma.m16n8k16: attention multiplies what it loads
     grids    k_step, k_low, v_step, v_low of each token (kv8 and kv4), in the model's dtype
 
-`places` is the layout: where each number of a record lies, in units of the format's bits. store.cuh
+`places` is the layout: where each number of a record lies, in units of the format's bits. heads.cuh
 writes the same places; read and write here are its oracle, with torch's operators on any device.
 No two tokens share a byte, and the numbers are those of kv/cache.py: Kv16, Kv8, Kv4Plain.
 """

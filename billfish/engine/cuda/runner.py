@@ -158,8 +158,8 @@ class GpuRunner:
         fresh = last is not None
         apart = fresh or not self.joins
         count = sum(piece.count for piece in pieces) if fresh else len(pieces)
-        sizes = [size for size, how in self.graphs if how == apart and size >= count]
-        rows = min(sizes, default=count)
+        fit = (size for size, how in self.graphs if how == apart and size >= count)
+        rows = min(fit, default=count)
         self.tables.fill(pieces, rows, rules, fresh, last or ())
         if (rows, apart) not in self.graphs:
             return self._step(rows, apart)[:count]
@@ -344,12 +344,12 @@ class GpuRunner:
         return x, hidden
 
     def _capture(self, most_decodes: int) -> None:
-        sizes = [(rows, not self.joins) for rows in buckets(most_decodes)]
+        kinds = [(rows, not self.joins) for rows in buckets(most_decodes)]
         if self.by_rows and self.joins:
-            sizes += [(rows, True) for rows in buckets(MOST_ROWS)]
+            kinds += [(rows, True) for rows in buckets(MOST_ROWS)]
         pool = torch.cuda.graph_pool_handle()
-        for number, (rows, apart) in enumerate(sorted(sizes, reverse=True), 1):
-            _say(f"CUDA graphs {number}/{len(sizes)}")
+        for number, (rows, apart) in enumerate(sorted(kinds, reverse=True), 1):
+            _say(f"CUDA graphs {number}/{len(kinds)}")
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = self._step(rows, apart)

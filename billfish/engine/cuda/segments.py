@@ -3,9 +3,9 @@
     [embedding, norm, q k v, store] attention [o, norm, gate up, down, norm, q k v, store] ...
 
 Launches of prompts' attention depend on their lengths; all others depend on the number of tokens,
-and a step is padded to the next size that has graphs. 16 decodes and a prompt of 64 tokens of 8B
-take the host 2.3 ms this way and 6.0 kernel by kernel, the whole step 4.2 and 6.0; 16 and 1000
-take 22.8 ms either way (LOG 2026-11-19).
+and a step is padded to the next size that has graphs. Steps with few chunks are one graph instead
+(prefill.py). 16 decodes and twelve prompts of 60 tokens of 8B took the host 3.1 ms this way and 8.0
+kernel by kernel (LOG 2026-11-19).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,9 @@ class Space:
         return Space(self.q[:rows], self.mixed[:rows], self.x[:rows])
 
 
-Attend = Callable[[int, Tensor, "Space"], None]  # layer, q; fills mixed, or puts another there
+# Of a layer and q. It fills mixed, or puts another tensor there; but for Segments it fills mixed,
+# which their graphs read.
+Attend = Callable[[int, Tensor, "Space"], None]
 # Yields layers, and what their attention reads.
 Between = Callable[[Tensor, Tensor, Tensor, Space], Iterator[tuple[int, Tensor]]]
 

@@ -22,7 +22,8 @@ SHARES = ((1, CLUSTER), (2, CLUSTER), (4, CLUSTER), (4, LARGE_CLUSTER))
 GROUP_BYTES = 160  # of a record, at most: scales and zeros of a group
 WORD_BYTES = 4096
 # Times as long as with groups of 128, 9 to 16 tokens: by the groups of a record (of 64, of 32), and
-# for one, two or more bands of a cluster (docs/bench/h200-few-w4a16.json, medians).
+# for one, two or more bands of a cluster; within 0.05 of the medians of
+# docs/bench/h200-few-w4a16.json.
 SMALLER = {2: (1.05, 1.2, 1.12), 4: (1.17, 1.38, 1.42)}
 LEAST_STAGES = 3  # beside normed rows: with fewer, weights would not arrive in time
 
@@ -56,7 +57,7 @@ def pick_tile(m: int, n: int, k: int, record_bytes: int, gpu: Gpu, besides: int 
 
 def expected_us(n: int, k_tiles: int, record_bytes: int, gpu: Gpu) -> float:
     """Of 9 to 16 tokens: a constant, and the slices of a CTA with its bands. On 20 layers of an
-    H200 with groups of 128 it is 11 % off at most."""
+    H200 with groups of 128 it is 16 % off at most."""
     how = pick_tile(MOST_TOKENS, n, k_tiles * BRICK_K, record_bytes, gpu)
     share = math.ceil(math.ceil(n / BAND) * how.cluster / how.blocks)
     slices, groups = math.ceil(k_tiles / how.cluster), groups_of(record_bytes)
