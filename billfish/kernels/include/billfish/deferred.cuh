@@ -1,8 +1,8 @@
-// RMS norms of few tokens without a launch, or a block, that norms rows: W (g x / rms) is (W (g x)) /
-// rms, so the division waits for the end of the product.
+// RMS norms of few tokens without a launch, or a block, that norms rows: W (g x / rms) is
+// (W (g x)) / rms, so the division waits for the end of the product.
 //
-//     the product before  adds its results to the hidden states, stores their sum, the sum times the
-//                         norm's weights, and of every 16 outputs the sum of its squares
+//     the product before  adds its results to the hidden states, stores their sum, the sum times
+//                         the norm's weights, and of every 16 outputs the sum of its squares
 //     the product behind  takes what was multiplied by weights as its input, adds up the squares
 //                         while it waits for x, and multiplies its results by 1 / rms of their row
 //
@@ -22,8 +22,8 @@ constexpr int kScaleBytes = 128;  // of shared memory: a number of each token
 
 BILLFISH_DEVICE int parts_of(int width) { return (width + kPart - 1) / kPart; }
 
-// Where results go, in place of Stored (team_loops.cuh); a product has either of the two norms, both
-// or none.
+// Where results go, in place of Stored (team_loops.cuh): of a product with a norm that waits before
+// it, or behind it.
 template <class T>
 struct Deferred {
     static constexpr bool kWaits = true;

@@ -133,8 +133,8 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const Results& results, int 
     Exchange::send(acc, buffer, ring.reduced, me, rank, rows, m,
                    [](float sum, bool lower) { return finish<T>(sum, lower); });
     barrier_wait(ring.reduced, 0);
-    results.template rows<Exchange>(ring, buffer, me, m, n, share.first_band * kRecordN + rank * rows,
-                                    rows);
+    results.template rows<Exchange>(ring, buffer, me, m, n,
+                                    share.first_band * kRecordN + rank * rows, rows);
 }
 
 template <int kPair, int kBricks>

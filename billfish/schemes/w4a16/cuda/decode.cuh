@@ -248,8 +248,8 @@ w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const
 #endif
 }
 
-// w4a16_decode with norms that wait (deferred.cuh): with `squares`, x is yet to be divided by the RMS
-// of its rows; with `hidden`, results are added to it, and `out` gets the sums times `weight`.
+// w4a16_decode with norms that wait (deferred.cuh): with `squares`, x is yet to be divided by the
+// RMS of its rows; with `hidden`, results are added to it, and `out` gets the sums times `weight`.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
           int kCtas = kCluster>
 __global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))
