@@ -212,7 +212,8 @@ def test_training_follows_the_routing(tmp_path, monkeypatch):
 def test_experts_are_trained_in_the_type_of_the_passes(tmp_path, text):
     """bf16 on a CPU that multiplies it fast, and the weights of experts were fp32."""
     source = write_checkpoint(tmp_path / "source", "MixtralForCausalLM", num_hidden_layers=1)
-    changes = {"method": "finetune", "steps": 2, "end_to_end": 0, "dtype": torch.bfloat16}
+    changes = {"method": "finetune", "steps": 1, "end_to_end": 0, "dtype": torch.bfloat16}
+    changes |= {"nsamples": 4}  # an Arm without bf16 takes 280 times as long as in fp32
     report = quantize(asked(source, tmp_path / "out", text, **changes))
     assert report["training"]["blocks"][0]["after"] > 0
     assert verify(tmp_path / "out")["problems"] == []
