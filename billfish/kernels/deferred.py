@@ -1,5 +1,5 @@
-"""RMS norms that wait for the end of the next product (deferred.cuh): W (g x / rms) is (W (g x)) /
-rms. A product adds its results to the hidden states and leaves what the next one needs."""
+"""Deferred RMS norms (deferred.cuh): W (g x / rms) is (W (g x)) / rms, so the product after a norm
+divides its results. The one before adds its own to the hidden states and stores what that needs."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Norm(NamedTuple):
 
 @dataclass
 class Stream:
-    """Hidden states between two products, and their norm that waits."""
+    """Hidden states between two products, and the deferred norm between these."""
 
     hidden: Tensor  # (m, width); products add to it in place
     x: Tensor  # hidden * norm.weight

@@ -108,10 +108,10 @@ def norm_input(
     return ask and ask(hidden, delta, weight, eps)
 
 
-def defers(product: Product, m: int) -> bool:
-    """Whether the product takes m rows whose norm waits, as a LinearOp."""
-    ask: Callable[[int], bool] | None = getattr(product, "defers", None)
-    return ask is not None and ask(m)
+def defers(product: Product, m: int, dtype: torch.dtype) -> bool:
+    """Whether the product has kernels for deferred norms of m rows, as a LinearOp."""
+    ask: Callable[..., bool] | None = getattr(product, "defers", None)
+    return ask is not None and ask(m, dtype)
 
 
 def shared_op(linears: list[Any]) -> LinearOp | None:

@@ -71,9 +71,9 @@ class QuantLinear(nn.Module):
         """As a LinearOp's."""
         return None if self.op is None else self.op.norm_input(hidden, delta, weight, eps)
 
-    def defers(self, m: int) -> bool:
+    def defers(self, m: int, dtype: torch.dtype) -> bool:
         """As a LinearOp's."""
-        return self.op is not None and self.op.defers(m)
+        return self.op is not None and self.op.defers(m, dtype)
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm) -> None:
         """As a LinearOp's."""

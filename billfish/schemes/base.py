@@ -180,11 +180,12 @@ class LinearOp(Protocol):
         a tensor that is written when the input is first multiplied. None where it has no such
         kernel; then hidden is unchanged."""
 
-    def defers(self, m: int) -> bool:
-        """Whether it takes a Stream of m rows as its input, whose norm waits, and has `add_to`."""
+    def defers(self, m: int, dtype: torch.dtype) -> bool:
+        """Whether it takes a Stream of m rows of `dtype`, whose norm is deferred, and has
+        `add_to`."""
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
-        """stream.hidden += the product of x (m, k); `norm` is the one behind it, which waits."""
+        """stream.hidden += the product of x (m, k); `norm` comes after it, deferred."""
 
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
@@ -243,7 +244,7 @@ class GatedOp(Protocol):
     ) -> NormInput:
         """As a LinearOp's."""
 
-    def defers(self, m: int) -> bool:
+    def defers(self, m: int, dtype: torch.dtype) -> bool:
         """As a LinearOp's."""
 
     def __call__(self, x: Any) -> Tensor:
@@ -282,7 +283,7 @@ class Op:
         """Not supported."""
         return None
 
-    def defers(self, m: int) -> bool:
+    def defers(self, m: int, dtype: torch.dtype) -> bool:
         """Not supported."""
         return False
 

@@ -1,6 +1,6 @@
 """The GPU runner's norms on the CPU, with torch instead of its kernels: where products norm their
 own input, and the residual sum is in another place every time, a step gives the same numbers; and
-where norms wait for the end of the product behind them."""
+where norms are deferred to the product after them."""
 
 import pytest
 import torch
@@ -98,13 +98,13 @@ def test_products_may_norm_their_input(which):
 
 
 class Deferring(torch.nn.Module):
-    """A product with norms that wait, for up to three rows."""
+    """A product with deferred norms, for up to three rows."""
 
     def __init__(self, product):
         super().__init__()
         self.product = product
 
-    def defers(self, m):
+    def defers(self, m, dtype):
         return m <= 3
 
     def add_to(self, stream, x, norm):
@@ -135,7 +135,7 @@ class Gated:
 
 
 @torch.inference_mode()
-def test_norms_may_wait():
+def test_norms_may_be_deferred():
     runner = runner_on_cpu()
     decoder, layers = runner.decoder, runner.decoder.layers
     for i, layer in enumerate(layers):
@@ -165,7 +165,7 @@ def test_norms_may_wait():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_weights_of_norms_that_wait(dtype):
+def test_weights_of_deferred_norms(dtype):
     """Their largest is at most 1: no finite number times them overflows; and nothing is rounded."""
     for weight in ([0.3, 17.0, -31.9], [1.0, 0.5], [4.0, -4.0], [0.01, 0.002], [0.0, 0.0]):
         given = torch.tensor(weight, dtype=dtype)

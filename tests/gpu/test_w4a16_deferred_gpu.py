@@ -1,5 +1,5 @@
-"""Norms that wait for the end of the product, on a Hopper GPU: beside the product in fp64, the bits
-of sums, in graphs and in the engine."""
+"""Deferred norms on a Hopper GPU: products after one beside fp64, the bits of sums before one, in
+graphs and in the engine."""
 
 import pytest
 import torch
@@ -46,13 +46,13 @@ def normed(stream):
 @every_dtype
 @every_scheme
 @pytest.mark.parametrize(("n", "k"), SHAPES, ids=str)
-def test_norms_that_wait(n, k, scheme, dtype):
+def test_products_after_a_norm(n, k, scheme, dtype):
     tensors = make(scheme, n, k, dtype)
     op, weights = CudaOp(scheme, tensors), scheme.dequantize(tensors).double().T
     stream = stream_of(16, k, dtype, norm_of(k, dtype))
     wanted, rows = normed(stream) @ weights, {}
     rounding = torch.finfo(dtype).eps / 2
-    for m in filter(op.defers, range(1, 17)):
+    for m in (m for m in range(1, 17) if op.defers(m, dtype)):
         few = Stream(stream.hidden[:m], stream.x[:m], stream.squares[:m], stream.norm)
         y = op(few)
         error = (y.double() - wanted[:m]).norm(dim=1) / wanted[:m].norm(dim=1)
@@ -66,10 +66,10 @@ def test_norms_that_wait(n, k, scheme, dtype):
 @every_dtype
 @every_scheme
 @pytest.mark.parametrize(("n", "k"), SHAPES, ids=str)
-def test_sums(n, k, scheme, dtype):
+def test_products_before_a_norm(n, k, scheme, dtype):
     """Those of the product and an addition, bit for bit."""
     op, norm = CudaOp(scheme, make(scheme, n, k, dtype)), norm_of(n, dtype)
-    for m in filter(op.defers, range(1, 17)):
+    for m in (m for m in range(1, 17) if op.defers(m, dtype)):
         hidden, x = some_x(m, n, dtype), some_x(m, k, dtype)
         wanted, stream = hidden + op(x), Stream.of(hidden.clone())
         op.add_to(stream, x, norm)
@@ -120,16 +120,16 @@ def test_the_engine_writes_much_the_same(kind, dtype, monkeypatch):
 
     def written():
         with llm_of(model_of(kind, dtype, packed=True)) as llm:
-            waits = llm.engine.runner.deferred
+            numbers = llm.engine.runner.deferred
             few = [llm.generate(prompts[:m], params) for m in (1, 2, 5)]
         outputs = [out.outputs[0] for each in few for out in each]
-        return waits, [(o.token_ids, [c.logprob for c in o.logprobs]) for o in outputs]
+        return numbers, [(o.token_ids, [c.logprob for c in o.logprobs]) for o in outputs]
 
     none, apart = written()
     monkeypatch.setattr(runner, "DEFERS", True)
-    some, waiting = written()
+    some, deferred = written()
     assert not none and set(range(1, 9)) <= some
-    for (tokens, numbers), (others, more) in zip(apart, waiting, strict=True):
+    for (tokens, numbers), (others, more) in zip(apart, deferred, strict=True):
         # to the first token that differs, where two were about as likely
         same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), 40)
         far = max((abs(a - b) for a, b in zip(numbers[:same], more[:same], strict=True)), default=0)

@@ -1,5 +1,5 @@
-"""w4a16_deferred on the emulated GPU: a norm that waits, the sum with the hidden states, and both
-sides of a chain of products."""
+"""w4a16_deferred on the emulated GPU: products after a deferred norm, and before one, whose sums
+with the hidden states have the bits of a product and an addition."""
 
 import re
 import struct
@@ -38,12 +38,12 @@ CASES = [
 name = lambda case: f"{case[0]}x{case[1]}"  # noqa: E731
 
 
-def run(compiled, scheme, tensors, x, bias, sms, seed, waits=None, adds=None, **more):  # noqa: F811
-    """`waits`: squares and norm of x; `adds`: hidden and the norm behind it."""
-    squares, before = waits or (None, Norm(None, 1.0, 0.0))
-    hidden, after = adds or (None, Norm(None, 1.0, 0.0))
-    numbers = bytearray(struct.pack("<ff", before.eps, before.unit))
-    given = (squares, torch.frombuffer(numbers, dtype=torch.uint8), hidden, after.weight)
+def run(compiled, scheme, tensors, x, bias, sms, seed, after=None, before=None, **more):  # noqa: F811
+    """`after`: squares of x's rows and the norm; `before`: hidden states and the norm."""
+    squares, norm = after or (None, Norm(None, 1.0, 0.0))
+    hidden, following = before or (None, Norm(None, 1.0, 0.0))
+    numbers = bytearray(struct.pack("<ff", norm.eps, norm.unit))
+    given = (squares, torch.frombuffer(numbers, dtype=torch.uint8), hidden, following.weight)
     return product(compiled, "deferred", scheme, tensors, x, bias, sms, seed, norm=given, **more)
 
 
@@ -56,7 +56,7 @@ def parts(hidden):
     return squares[..., 0]
 
 
-def waiting(m, k, dtype):
+def hidden_states(m, k, dtype):
     """Hidden states with an outlier, what a product makes of them for the next, and the norm."""
     source = torch.Generator().manual_seed(m + k)
     hidden = (torch.randn(m, k, generator=source) * 3).to(dtype)
@@ -73,11 +73,11 @@ def normed(hidden, norm):
 
 @needs_compiler
 @pytest.mark.parametrize("case", some(CASES, 0, 1, 4), ids=name)
-def test_norms_that_wait(case, compiled):  # noqa: F811
+def test_products_after_a_norm(case, compiled):  # noqa: F811
     n, k, scheme, dtype, sms, tokens = case
     tensors, _, bias = layer(n, k, scheme, dtype)
     weights = scheme.dequantize(tensors).double().T
-    hidden, x, squares, norm = waiting(16, k, dtype)
+    hidden, x, squares, norm = hidden_states(16, k, dtype)
     wanted = normed(hidden, norm) @ weights + bias.double()
     found = [
         run(compiled, scheme, tensors, x[:m], bias, sms, m, (squares[:m], norm)) for m in tokens
@@ -98,7 +98,7 @@ def test_gated(case, compiled):  # noqa: F811
     tensors = interleaved(scheme, [tensors])
     weights = scheme.dequantize(tensors).double().T
     for m in (1, 11):
-        hidden, x, squares, norm = waiting(m, k, dtype)
+        hidden, x, squares, norm = hidden_states(m, k, dtype)
         y = run(compiled, scheme, tensors, x, None, sms, m, (squares, norm), gated=True)
         gate, up = apart(normed(hidden, norm) @ weights).chunk(2, -1)
         wanted = silu(gate) * up
@@ -108,16 +108,16 @@ def test_gated(case, compiled):  # noqa: F811
 
 @needs_compiler
 @pytest.mark.parametrize("case", some(CASES, 1, 2, 4), ids=name)
-def test_sums(case, compiled):  # noqa: F811
-    """The bits of the product and the engine's norm: rounded, then added; and what is left."""
+def test_products_before_a_norm(case, compiled):  # noqa: F811
+    """The bits of the product and the engine's norm: rounded, then added; and its squares."""
     n, k, scheme, dtype, sms, tokens = case
     tensors, x, bias = layer(n, k, scheme, dtype)
-    hidden, _, _, norm = waiting(16, n, dtype)
+    hidden, _, _, norm = hidden_states(16, n, dtype)
     for m in tokens:
         delta = product(compiled, "decode", scheme, tensors, x[:m], bias, sms, 1)
         total = hidden[:m] + delta
-        adds = hidden[:m], norm
-        y, summed, squares = run(compiled, scheme, tensors, x[:m], bias, sms, m, adds=adds)
+        before = hidden[:m], norm
+        y, summed, squares = run(compiled, scheme, tensors, x[:m], bias, sms, m, before=before)
         assert torch.equal(summed, total), m
         assert torch.equal(y, total * norm.weight), m
         assert torch.equal(squares, parts(total)), m
@@ -140,14 +140,19 @@ def test_the_emulator_sees_mistakes(mistake, compiled):  # noqa: F811
     assert count, "the text has changed: mend the pattern"
     scheme, dtype, m = W4A16(4, 128), FP16, 16
     tensors, _, _ = layer(250, 640, scheme, dtype)
-    _, x, squares, norm = waiting(m, 640, dtype)
-    hidden, _, _, after = waiting(m, 250, dtype)
+    _, x, squares, norm = hidden_states(m, 640, dtype)
+    hidden, _, _, following = hidden_states(m, 250, dtype)
     given = (scheme, tensors, x, None, 4)
-    wanted = run(compiled, *given, 1, (squares, norm), (hidden, after))
+    wanted = run(compiled, *given, 1, (squares, norm), (hidden, following))
     for seed in range(3):
         try:
             found = run(
-                compiled, *given, seed, (squares, norm), (hidden, after), text=(path.name, broken)
+                compiled,
+                *given,
+                seed,
+                (squares, norm),
+                (hidden, following),
+                text=(path.name, broken),
             )
         except AssertionError:
             return  # the emulator stopped it
@@ -220,13 +225,13 @@ def test_what_is_launched(m, given):
     k, scheme, bias = 640, W4A16(4, 128), torch.ones(192, dtype=FP16)
     joined = CudaOp.join([op_of(scheme, n, k) for n in (128, 64)])
     gated = CudaOp.gate([op_of(scheme, 96, k) for _ in range(2)])
-    hidden, x, squares, norm = waiting(m, k, FP16)
+    hidden, x, squares, norm = hidden_states(m, k, FP16)
     stream = Stream(hidden, x, squares, norm)
     for multiply, whole, width in (
         (Joined(joined, bias), joined, 192),
         (gated, gated.whole, 96),
     ):
-        assert defers(multiply, m) and not defers(multiply, 17)
+        assert defers(multiply, m, FP16) and not defers(multiply, 17, FP16)
         y = multiply(stream)
         how = tile.pick_tile(m, 192, k, whole.records.shape[-1] * 4, H200, SCALE_BYTES)
         assert y.shape == (m, width) and y.dtype == FP16
@@ -251,19 +256,19 @@ def test_what_is_launched(m, given):
         }
         assert given["eps"].nbytes == given["unit"].nbytes == 4 and abs(given["eps"] - EPS) < 1e-10
     down = op_of(scheme, k, 256)
-    behind = Norm.of(torch.rand(k).half(), EPS)
-    down.add_to(stream, y := torch.ones(m, 256).half(), behind)
-    assert stream.norm is behind
-    written = {"out": x, "hidden": hidden, "weight": behind.weight, "left": squares}
+    following = Norm.of(torch.rand(k).half(), EPS)
+    down.add_to(stream, y := torch.ones(m, 256).half(), following)
+    assert stream.norm is following
+    written = {"out": x, "hidden": hidden, "weight": following.weight, "left": squares}
     assert {name: given[name] for name in written} == {
         name: tensor.data_ptr() for name, tensor in written.items()
     }
     assert (given["x"], given["squares"], given["n"], given["bias"]) == (y.data_ptr(), 0, k, 0)
 
 
-def test_what_does_not_wait(given):
+def test_what_is_not_deferred(given):
     scheme, ordered = W4A16(4, 32), W4A16(4, 32, has_g_idx=True)
-    assert op_of(scheme, 64, 256).defers(8)
+    assert op_of(scheme, 64, 256).defers(8, FP16)
     tensors = {
         **scheme.random_tensors(64, 256, FP16, torch.Generator()),
         "weight_g_idx": torch.arange(256, dtype=torch.int32).flip(0) // 32,
@@ -274,6 +279,7 @@ def test_what_does_not_wait(given):
         op_of(W4A16(4, -1), 64, 36),
         CudaOp(ordered, tensors),
     ):
-        assert not refused.defers(8)
-    assert not op_of(scheme, 64, 256).defers(9)  # 16 tokens with groups of 32 would spill
-    assert op_of(W4A16(4, 64), 64, 256).defers(9)
+        assert not refused.defers(8, FP16)
+    assert not op_of(scheme, 64, 256).defers(8, BF16)  # not the type of the scales
+    assert not op_of(scheme, 64, 256).defers(9, FP16)  # 16 tokens with groups of 32 would spill
+    assert op_of(W4A16(4, 64), 64, 256).defers(9, FP16)

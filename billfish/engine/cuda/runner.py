@@ -37,9 +37,9 @@ from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder
 from billfish.models.joined import Product, defers, norm_input
 
-# Norms of few tokens wait for the end of the product behind them (kernels/deferred.py): five
-# launches a layer for up to 16 tokens, and no block norms rows. Right on the emulated GPU, off
-# until it has run on a real one. Predicted of 8B: a step of one sequence 70 us less, of 16 150.
+# Whether RMS norms of up to 16 tokens are deferred (kernels/deferred.py): five launches a layer,
+# and no block norms rows. Right on the emulated GPU; off until it has run on a real one. Predicted
+# for 8B: 70 us less for a step of one sequence, 150 for 16.
 DEFERS = False
 
 
@@ -246,8 +246,8 @@ class GpuRunner:
         self.attention.of_projection(layer, qkv, space.mixed, self._head_norms(layer))
 
     def _deferred(self) -> tuple[list[tuple[Norm, Norm]], frozenset[int]]:
-        """Of each layer the norm behind attention and the one behind the layer; and the numbers of
-        tokens with which all norms but the first and the last wait."""
+        """Of each layer the norms after attention and after the MLP; and the numbers of tokens with
+        which all norms but the first and the last are deferred."""
         decoder, layers = self.decoder, self.decoder.layers
         if decoder.mixtures:
             return [], frozenset()
@@ -255,17 +255,17 @@ class GpuRunner:
         def of(norm: Any) -> Norm:
             return Norm.of(norm.weight, norm.variance_epsilon)
 
-        behind = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
+        following = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
         norms = [
             (of(layer.post_attention_layernorm), of(norm))
-            for layer, norm in zip(layers, behind, strict=True)
+            for layer, norm in zip(layers, following, strict=True)
         ]
         products: list[Any] = []
         for i, layer in enumerate(layers):
             products += [decoder.qkv(i), decoder.gated(i)]
             products += [layer.self_attn.o_proj, layer.mlp.down_proj]
         counts = range(1, MOST_TOKENS + 1)
-        few = (m for m in counts if all(defers(each, m) for each in products))
+        few = (m for m in counts if all(defers(each, m, decoder.dtype) for each in products))
         return norms, frozenset(few)
 
     def _head_norms(self, layer: int) -> HeadNorms | None:
@@ -309,9 +309,9 @@ class GpuRunner:
             yield index, space.q if apart else qkv
             gated = None if index in decoder.mixtures else decoder.gated(index)
             if stream and gated:
-                behind_attention, behind_layer = self.norms[index]
-                attention.o_proj.add_to(stream, space.mixed.flatten(1), behind_attention)
-                layer.mlp.down_proj.add_to(stream, gated(stream), behind_layer)
+                after_attention, after_mlp = self.norms[index]
+                attention.o_proj.add_to(stream, space.mixed.flatten(1), after_attention)
+                layer.mlp.down_proj.add_to(stream, gated(stream), after_mlp)
                 continue
             delta = attention.o_proj(space.mixed.flatten(1))
             if index in decoder.mixtures:

@@ -1,13 +1,13 @@
-// RMS norms of few tokens without a launch, or a block, that norms rows: W (g x / rms) is
-// (W (g x)) / rms, so the division waits for the end of the product.
+// Deferred RMS norms of few tokens: W (g x / rms) is (W (g x)) / rms, so the division moves into
+// the epilogue of the product after the norm, and the norm needs no launch.
 //
-//     the product before  adds its results to the hidden states, stores their sum, the sum times
-//                         the norm's weights, and of every 16 outputs the sum of its squares
-//     the product behind  takes what was multiplied by weights as its input, adds up the squares
-//                         while it waits for x, and multiplies its results by 1 / rms of their row
+//     the product before  adds its results to the hidden states; stores the new hidden states,
+//                         those times the norm's weights g, and a sum of squares of every 16
+//     the product after   takes the hidden states times g as its input, adds up the squares before
+//                         it multiplies, and multiplies its results by 1 / rms of their row
 //
 // Sums of squares are added in the same order whatever the tile and the number of tokens. Results
-// are rounded less often than by a norm of its own, which rounds x / rms and its product with g.
+// are rounded once less than after a norm's own launch, which rounds x / rms and g x / rms.
 #pragma once
 
 #include "billfish/norm.cuh"
@@ -15,18 +15,18 @@
 
 namespace billfish {
 
-constexpr int kPart = 16;  // outputs of a sum of squares
-constexpr int kScaleBytes = 128;  // of shared memory: a number of each token
+constexpr int kPart = 16;         // outputs of a sum of squares
+constexpr int kScaleBytes = 128;  // of shared memory: a scale for each token
 
 #if __CUDA_ARCH__ >= 900
 
 BILLFISH_DEVICE int parts_of(int width) { return (width + kPart - 1) / kPart; }
 
-// Where results go, in place of Stored (team_loops.cuh): of a product with a norm that waits before
-// it, or behind it.
+// The epilogue of the product after a deferred norm (with `squares`) or before one (with `hidden`),
+// in place of Stored (team_loops.cuh).
 template <class T>
 struct Deferred {
-    static constexpr bool kWaits = true;
+    static constexpr bool kDeferred = true;
     const u16* bias;
     u16* out;  // results; with `hidden` the sums times `weight`
     bool gated;
@@ -42,7 +42,7 @@ struct Deferred {
         return ring.stages_at - kScaleBytes + 4 * token;
     }
 
-    // By math warp `warp`, before it multiplies; the others may not have done their rows yet.
+    // Math warp `warp` computes the scales of its rows; `ready` says that all warps have.
     BILLFISH_DEVICE void prepare(const Ring& ring, int warp, int lane, int m) const {
         if (squares == nullptr) return;
         dependency_wait();

@@ -59,7 +59,7 @@ struct Ring {
 // Where results go: to `out`, as the sums of share.cuh and teams.cuh store them.
 template <class T>
 struct Stored {
-    static constexpr bool kWaits = false;
+    static constexpr bool kDeferred = false;
     const u16* __restrict__ bias;
     u16* __restrict__ out;
     bool gated;

@@ -51,7 +51,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8, ready = freed + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
     const u32 ring = kNormed ? normed + m * normed_bytes<kCtas>(k_tiles)
-                             : base + kBarrierBytes + Results::kWaits * kScaleBytes;
+                             : base + kBarrierBytes + Results::kDeferred * kScaleBytes;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
@@ -188,7 +188,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
         barrier_arrive(ready);
     }
     const Ring places{ring, full, empty, summed, reduced, freed, ready, stages};
-    if constexpr (Results::kWaits) results.prepare(places, warp - kFirstMathWarp, lane, m);
+    if constexpr (Results::kDeferred) results.prepare(places, warp - kFirstMathWarp, lane, m);
     if constexpr (Stage::kSummed)
         multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, kNormed>(places, results,
                                                                                    m, n, k_tiles);
@@ -248,8 +248,8 @@ w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const
 #endif
 }
 
-// w4a16_decode with norms that wait (deferred.cuh): with `squares`, x is yet to be divided by the
-// RMS of its rows; with `hidden`, results are added to it, and `out` gets the sums times `weight`.
+// w4a16_decode with deferred norms (deferred.cuh): with `squares`, results are divided by the RMS
+// of x's rows; with `hidden`, results are added to it, and `out` gets the sums times `weight`.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
           int kCtas = kCluster>
 __global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))

@@ -1,4 +1,4 @@
-"""Launches of w4a16_deferred: w4a16_decode behind or before a norm that waits
+"""Launches of w4a16_deferred: w4a16_decode after a deferred norm, or before one
 (kernels/deferred.py)."""
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from billfish.kernels.device import gpu
 from billfish.schemes.w4a16.cuda import arrange, tile
 from billfish.schemes.w4a16.cuda.instances import Kind, deferred_kernel, runs_norms
 
-# x, records, bias, out, gated; the stream that x is of; the one that results are added to, and the
-# norm behind it
+# x, records, bias, out, gated; the stream that x is of; the one that results are added to, and its
+# next norm
 Launch = Callable[
     [Tensor, Tensor, Tensor | None, Tensor, bool, Stream | None, tuple[Stream, Norm] | None], None
 ]
@@ -41,21 +41,21 @@ def _launch(index: int, tokens: int, n: int, k: int, kind: Kind, dtype: torch.dt
         bias: Tensor | None,
         out: Tensor,
         gated: bool,
-        waits: Stream | None,
-        adds: tuple[Stream, Norm] | None,
+        after: Stream | None,
+        before: tuple[Stream, Norm] | None,
     ) -> None:
-        before = None if waits is None else waits.norm
-        to, after = adds or (None, None)
+        last = None if after is None else after.norm
+        to, following = before or (None, None)
         arguments = (
             records.data_ptr(),
             x.data_ptr(),
-            0 if waits is None else waits.squares.data_ptr(),
-            numpy.float32(before.eps if before else 0),
-            numpy.float32(before.unit if before else 1),
+            0 if after is None else after.squares.data_ptr(),
+            numpy.float32(last.eps if last else 0),
+            numpy.float32(last.unit if last else 1),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             0 if to is None else to.hidden.data_ptr(),
-            0 if after is None else after.weight.data_ptr(),
+            0 if following is None else following.weight.data_ptr(),
             0 if to is None else to.squares.data_ptr(),
             len(x),
             n,

@@ -61,7 +61,7 @@ def few_kernel(
 def deferred_kernel(
     kind: Kind, dtype: torch.dtype, tokens: int, bands: int, cluster: int = clusters.CLUSTER
 ) -> Kernel:
-    """As few_kernel, with norms that wait."""
+    """As few_kernel, with deferred norms."""
     if (tokens, bands, kind.group) == BESIDE:
         return _kernel("decode", kind, dtype, name="deferred_beside")
     return _kernel("decode", kind, dtype, tokens, bands, *_other(cluster), name="deferred")

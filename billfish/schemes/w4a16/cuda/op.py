@@ -111,18 +111,17 @@ class CudaOp(GpuOp):
         summed = hidden if delta is None else torch.empty_like(hidden)
         return Normed(hidden, delta, weight, eps, summed), summed
 
-    def defers(self, m: int) -> bool:
-        if self.batch_invariant or self.order is not None:
+    def defers(self, m: int, dtype: torch.dtype) -> bool:
+        if self.batch_invariant or self.order is not None or dtype != self.shape.scale_dtype:
             return False
-        found = plan(index_of(self.device), *self._sizes, self.shape.scale_dtype)
-        return found.deferred(m) is not None
+        return plan(index_of(self.device), *self._sizes, dtype).deferred(m) is not None
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
         return self.shape.n, self.shape.k, self.kind
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
-        deferred_linear(x, self.records, bias, *self._sizes, adds=(stream, norm))
+        deferred_linear(x, self.records, bias, *self._sizes, before=(stream, norm))
         stream.norm = norm
 
     def __call__(
@@ -130,7 +129,7 @@ class CudaOp(GpuOp):
     ) -> Tensor:
         shape = self.shape
         if isinstance(x, Stream):
-            return deferred_linear(x.x, self.records, bias, *self._sizes, gated, waits=x)
+            return deferred_linear(x.x, self.records, bias, *self._sizes, gated, after=x)
         if isinstance(x, Normed):
             return normed_linear(x, self.records, bias, shape.n, shape.k, self.kind, gated)
         if self.order is not None:

@@ -138,7 +138,7 @@ class Plan:
         return deferred.launches(self.gpu.index, self.n, self.k, self.kind, self.dtype)
 
     def deferred(self, m: int) -> deferred.Launch | None:
-        """For m tokens that w4a16_decode would take, with norms that wait."""
+        """For m tokens that w4a16_decode would take, with deferred norms."""
         if m > clusters.MOST_TOKENS or self._batches_few(m):
             return None
         return self._deferred.get(min((t for t in tile.TOKENS if t >= m), default=0))
@@ -312,18 +312,18 @@ def deferred_linear(
     k: int,
     kind: int,
     gated: bool = False,
-    waits: Stream | None = None,
-    adds: tuple[Stream, Norm] | None = None,
+    after: Stream | None = None,
+    before: tuple[Stream, Norm] | None = None,
 ) -> Tensor:
-    """`linear` of (m, k) whose norm waits, or whose results are added to a stream; that returns the
-    stream's x."""
+    """`linear` of (m, k) `after` a deferred norm, x being that stream's, or `before` one: results
+    are added to its stream, whose x it returns."""
     m, dtype = len(x), x.dtype
-    out = x.new_empty(m, n // 2 if gated else n) if adds is None else adds[0].x
+    out = x.new_empty(m, n // 2 if gated else n) if before is None else before[0].x
     if bias is not None:
         bias = bias.to(out.device, dtype).contiguous()
     launch = plan(x.get_device(), n, k, kind, dtype).deferred(m)
     assert launch is not None
-    launch(x, records, bias, out, gated, waits, adds)
+    launch(x, records, bias, out, gated, after, before)
     return out
 
 
