@@ -25,7 +25,6 @@ LONG = (
     "test_head.py",
     "test_w4a16_24_kernels.py",
     "test_w4a16_normed.py",
-    "test_w4a16_deferred.py",
     "test_w4a16_24_stripe.py",
     "test_server_limits.py",
     "test_sentinel.py",

@@ -23,7 +23,6 @@ class Joined:
 
     def __init__(self, op: LinearOp, bias: Tensor | None) -> None:
         self.op, self.bias, self.norm_input = op, bias, op.norm_input
-        self.defers = op.defers
 
     def __call__(self, x: Any) -> Tensor:
         return self.op(x, self.bias)
@@ -106,12 +105,6 @@ def norm_input(
     """The RMS norm of hidden + delta as an input of the product, and the sum, as a LinearOp's."""
     ask: Callable[..., NormInput] | None = getattr(product, "norm_input", None)
     return ask and ask(hidden, delta, weight, eps)
-
-
-def defers(product: Product, m: int, dtype: torch.dtype) -> bool:
-    """Whether the product has kernels for deferred norms of m rows, as a LinearOp."""
-    ask: Callable[..., bool] | None = getattr(product, "defers", None)
-    return ask is not None and ask(m, dtype)
 
 
 def shared_op(linears: list[Any]) -> LinearOp | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from billfish.kernels.deferred import Norm, Stream
 from billfish.schemes.base import LinearOp, NormInput, Scheme
 from billfish.schemes.registry import choose_op
 
@@ -70,15 +69,6 @@ class QuantLinear(nn.Module):
     ) -> NormInput:
         """As a LinearOp's."""
         return None if self.op is None else self.op.norm_input(hidden, delta, weight, eps)
-
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        """As a LinearOp's."""
-        return self.op is not None and self.op.defers(m, dtype)
-
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm) -> None:
-        """As a LinearOp's."""
-        assert self.op is not None
-        self.op.add_to(stream, x, norm, self.bias)
 
     def forward(self, x: Any) -> Tensor:  # (..., k), or the result of op.prepare -> (..., n)
         if self.op is None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from billfish.errors import UserError
 from billfish.formats.spec import TensorSpec
-from billfish.kernels.deferred import Norm, Stream
 from billfish.kernels.jit import Program
 
 Tensors = Mapping[str, Tensor]
@@ -180,13 +179,6 @@ class LinearOp(Protocol):
         a tensor that is written when the input is first multiplied. None where it has no such
         kernel; then hidden is unchanged."""
 
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        """Whether it takes a Stream of m rows of `dtype`, whose norm is deferred, and has
-        `add_to`."""
-
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
-        """stream.hidden += the product of x (m, k); `norm` comes after it, deferred."""
-
     def __call__(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """(..., k) -> (..., n) in x's dtype; `bias` is (n,). x may be a result of `prepare`."""
 
@@ -244,9 +236,6 @@ class GatedOp(Protocol):
     ) -> NormInput:
         """As a LinearOp's."""
 
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        """As a LinearOp's."""
-
     def __call__(self, x: Any) -> Tensor:
         """(..., k) -> (..., n / 2): silu(gate) * up; gate and up are first rounded to x's dtype."""
 
@@ -282,14 +271,6 @@ class Op:
     ) -> NormInput:
         """Not supported."""
         return None
-
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        """Not supported."""
-        return False
-
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
-        """Not supported: `defers` says no."""
-        raise AssertionError
 
     @classmethod
     def join(cls, ops: Sequence[Any]) -> Any:

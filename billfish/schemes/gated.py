@@ -40,8 +40,6 @@ class Whole(Protocol):
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> NormInput: ...
 
-    def defers(self, m: int, dtype: torch.dtype) -> bool: ...
-
     def __call__(self, x: Any, bias: Tensor | None = None, gated: bool = False) -> Tensor: ...
 
     def rows(self, which: Tensor) -> dict[str, Tensor]:
@@ -65,9 +63,6 @@ class Gated:
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> NormInput:
         return self.whole.norm_input(hidden, delta, weight, eps)
-
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        return self.whole.defers(m, dtype)
 
     def __call__(self, x: Any) -> Tensor:  # (..., k) -> (..., n / 2): silu(gate) * up
         return self.whole(x, gated=True)

@@ -1,6 +1,5 @@
 """The GPU runner's norms on the CPU, with torch instead of its kernels: where products norm their
-own input, and the residual sum is in another place every time, a step gives the same numbers; and
-where norms are deferred to the product after them."""
+own input, and the residual sum is in another place every time, a step gives the same numbers."""
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ import transformers
 from torch.nn.functional import silu
 
 from billfish.engine.cuda.runner import GpuRunner
-from billfish.kernels.deferred import PART, Norm, Stream
 from billfish.models.decoder import Decoder
 
 
@@ -70,7 +68,6 @@ def runner_on_cpu():
     runner = object.__new__(GpuRunner)
     runner.decoder, runner.shape, runner.found = decoder, decoder.shape, None
     runner.fused = Kernels()
-    runner.norms, runner.deferred = [], frozenset()
     return runner
 
 
@@ -95,81 +92,3 @@ def test_products_may_norm_their_input(which):
             products[place] = Norming(products[place])
     found, norms = step()
     assert torch.equal(found, wanted) and norms == 7 - 3 * len(which)
-
-
-class Deferring(torch.nn.Module):
-    """A product with deferred norms, for up to three rows."""
-
-    def __init__(self, product):
-        super().__init__()
-        self.product = product
-
-    def defers(self, m, dtype):
-        return m <= 3
-
-    def add_to(self, stream, x, norm):
-        stream.hidden += self.product(x)
-        stream.x.copy_(stream.hidden * norm.weight)
-        stream.squares.copy_(stream.hidden.square().unflatten(1, (-1, PART)).sum(-1))
-        stream.norm = norm
-
-    def forward(self, given):
-        if not isinstance(given, Stream):
-            return self.product(given)
-        mean = given.squares.sum(-1, keepdim=True) / given.x.shape[1]
-        scale = given.norm.unit * torch.rsqrt(mean + given.norm.eps)
-        if isinstance(self.product, Gated):
-            return self.product(given.x, scale)
-        return self.product(given.x) * scale
-
-
-class Gated:
-    """SwiGLU of a layer."""
-
-    def __init__(self, both):
-        self.both = both
-
-    def __call__(self, x, scale=1):
-        gate, up = (self.both(x) * scale).chunk(2, -1)
-        return silu(gate) * up
-
-
-@torch.inference_mode()
-def test_norms_may_be_deferred():
-    runner = runner_on_cpu()
-    decoder, layers = runner.decoder, runner.decoder.layers
-    for i, layer in enumerate(layers):
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.weight.copy_(torch.rand(32) * 5)
-            norm.variance_epsilon = 0.1 * (i + 1)
-
-    def step(count):
-        runner.fused = Kernels()
-        tokens = torch.tensor([3, 39, 0, 7])[:count]
-        given = (tokens, None, None, lambda layer, q, space: space.mixed.copy_(q.sin()))
-        return runner._forward(*given), runner.fused.norms
-
-    wanted = step(3)[0]
-    assert runner._deferred()[1] == frozenset()
-    for i, layer in enumerate(layers):
-        decoder._qkv[i] = Deferring(decoder._qkv[i])
-        decoder._gated[i] = Deferring(Gated(decoder._gate_up[i]))
-        layer.self_attn.o_proj = Deferring(layer.self_attn.o_proj)
-        layer.mlp.down_proj = Deferring(layer.mlp.down_proj)
-    runner.norms, runner.deferred = runner._deferred()
-    assert runner.deferred == {1, 2, 3}
-    found, norms = step(3)
-    assert norms == 2  # the first and the last
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert step(4)[1] == 7
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_weights_of_deferred_norms(dtype):
-    """Their largest is at most 1: no finite number times them overflows; and nothing is rounded."""
-    for weight in ([0.3, 17.0, -31.9], [1.0, 0.5], [4.0, -4.0], [0.01, 0.002], [0.0, 0.0]):
-        given = torch.tensor(weight, dtype=dtype)
-        norm = Norm.of(given, 1e-5)
-        most = norm.weight.abs().max()
-        assert norm.weight.dtype == dtype and most <= 1 and (most > 0.5 or not given.any())
-        assert torch.equal(norm.weight.double() * norm.unit, given.double())

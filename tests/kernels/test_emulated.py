@@ -20,7 +20,6 @@ from torch.nn.functional import pad, silu
 import billfish
 from billfish.kernels import striped, stripes, tiles
 from billfish.kernels.clusters import CLUSTER
-from billfish.kernels.deferred import SCALE_BYTES
 from billfish.kernels.device import Gpu
 from billfish.kernels.tiles import Cut
 from billfish.schemes.w4a16 import W4A16
@@ -63,7 +62,7 @@ def compiled(tmp_path_factory):
     def build(kernel, arguments, text=None):
         key = (kernel, arguments, text)
         if key not in known:
-            file = "decode" if kernel in ("normed", "deferred") else kernel
+            file = "decode" if kernel == "normed" else kernel
             source, changed = PACKAGE / "schemes" / "w4a16" / "cuda" / f"{file}.cuh", HERE
             if text is not None:  # of the kernel, or of a header that is found before the real one
                 changed = folder / str(len(known))
@@ -104,8 +103,7 @@ def product(
     compiled, kernel, scheme, tensors, x, bias, sms, seed, text=None, cut=None, gated=False, norm=()
 ):
     """`norm`, of w4a16_normed: delta, weight, and {threads, eps} as bytes. Its result is also the
-    sum of x and delta. Of w4a16_deferred: squares, {eps, unit} as bytes, hidden and weight; its
-    result is also the sum of the product and hidden, if that is given, and its squares."""
+    sum of x and delta."""
     shape, records = arrange.pack(scheme, tensors)
     kind = cuda.Kind(kernel, shape.record_group, shape.zeros, shape.planes, shape.scale_dtype)
     (m, k), n, k_tiles = x.shape, shape.n, shape.k_tiles * shape.planes
@@ -115,10 +113,9 @@ def product(
         how = tiles.launch(cut, m, n, k_tiles, kind.record_bytes, gpu, tiles.LINES)
         tokens, bands, cluster = cut.tokens, cut.bands, cut.splits
         blocks, stages, smem, whole = how.blocks, how.stages, how.smem, how.whole
-    elif kernel in ("decode", "normed", "deferred"):
-        besides = SCALE_BYTES if kernel == "deferred" else 0
-        how = tile.pick_tile(m, n, k, kind.record_bytes, gpu, besides)
-        if kernel == "normed":
+    elif kernel in ("decode", "normed"):
+        how = tile.pick_tile(m, n, k, kind.record_bytes, gpu)
+        if norm:
             how = tile.pick_normed(m, n, k_tiles, kind.record_bytes, gpu)
         tokens, bands, cluster = how.tokens, how.bands, how.cluster
         blocks, stages, smem = how.blocks, how.stages, how.smem
@@ -137,10 +134,7 @@ def product(
     ran = subprocess.run([program, *map(str, numbers)], input=given, capture_output=True)
     assert ran.returncode == 0, ran.stdout[-200:].decode(errors="replace")
     found = torch.frombuffer(bytearray(ran.stdout), dtype=x.dtype)
-    if kernel == "deferred" and norm[2] is not None:
-        y, summed, squares = found[: m * n], found[m * n : 2 * m * n], found[2 * m * n :]
-        return y.view(m, n), summed.view(m, n), squares.view(torch.float32).view(m, -1)
-    if kernel != "normed":
+    if not norm:
         return found.view(m, -1)
     y, summed = found[: -x.numel()], found[-x.numel() :]
     return y.view(m, -1), summed.view(m, -1)

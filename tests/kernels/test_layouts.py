@@ -17,7 +17,7 @@ from billfish.engine.cuda import chunks, fused, pool, tables
 from billfish.engine.kv import codes
 from billfish.engine.sampling import RULE
 from billfish.formats.layout import BRICK_K, BRICK_N
-from billfish.kernels import clusters, deferred, jit, norm, routing, stripes, tensor_map, tiles
+from billfish.kernels import clusters, jit, norm, routing, stripes, tensor_map, tiles
 from billfish.kernels import striped as striped_sizes
 from billfish.kernels.device import Gpu
 from billfish.schemes.w4a16.cuda import batch, experts_tile, plan, tile
@@ -113,9 +113,6 @@ def decode():
         sums = sums_of(how, total) if how.bands > 1 else f"Sums<{how.tokens}, 1>::kBytes"
         yield f"Record<{group}, {zeros}>::kBytes", size
         yield f"kBarrierBytes + {how.stages} * {stage} + {sums}", how.smem
-        how = tile.pick_tile(m, total * BRICK_N, 4096, size, H200, deferred.SCALE_BYTES)
-        yield f"kBarrierBytes + kScaleBytes + {how.stages} * {stage} + {sums}", how.smem
-    yield "kPart", deferred.PART
     yield "kMostNormed", norm.MOST_NORMED
     yield "kNormSums", norm.NORMED_SUMS
     for m, k_tiles in itertools.product(range(1, norm.MOST_NORMED + 1), (1, 5, 32)):

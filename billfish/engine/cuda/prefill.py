@@ -28,7 +28,7 @@ from billfish.models.decoder import Shape
 Numbers = NDArray[np.int32]
 # Of a graph. FlashAttention launches blocks for every chunk that there may be; beside those without
 # work, long ones met on an SM: 200 tokens behind 4000 others took 14 ms a step instead of 12.
-MOST_CHUNKS, MOST_KEYS = 8, 2048
+MOST_CHUNKS, MOST_KEYS = 16, 2048
 EDGES = MOST_CHUNKS + 2  # with padding's and the end
 FIXED = 2 * EDGES + MOST_KEYS  # numbers of every graph's inputs
 

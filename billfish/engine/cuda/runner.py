@@ -31,16 +31,9 @@ from billfish.engine.kv.rotation import Rotation
 from billfish.engine.runner import Decoded, Rules, last_rows
 from billfish.engine.scheduler import Piece
 from billfish.kernels import jit, norm
-from billfish.kernels.clusters import MOST_TOKENS
-from billfish.kernels.deferred import Norm, Stream
 from billfish.kernels.device import HOPPER, gpu
 from billfish.models.decoder import Decoder
-from billfish.models.joined import Product, defers, norm_input
-
-# Whether RMS norms of up to 16 tokens are deferred (kernels/deferred.py): five launches a layer,
-# and no block norms rows. Right on the emulated GPU; off until it has run on a real one. Predicted
-# for 8B: 70 us less for a step of one sequence, 150 for 16.
-DEFERS = False
+from billfish.models.joined import Product, norm_input
 
 
 def refuses(decoder: Decoder, kv: str) -> str | None:
@@ -113,7 +106,6 @@ class GpuRunner:
         self.attention = DecodeAttention(shape, dtype, pool, self.tables, rope)
         # By the number of rows, and whether K and V are stored apart.
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.norms, self.deferred = self._deferred() if DEFERS else ([], frozenset[int]())
         # Each row's next token and largest logit; read by the next decode, and by the host from
         # two pinned buffers by turns: one is read while the other is written.
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
@@ -245,29 +237,6 @@ class GpuRunner:
     def _attend_joined(self, layer: int, qkv: Tensor, space: Space) -> None:
         self.attention.of_projection(layer, qkv, space.mixed, self._head_norms(layer))
 
-    def _deferred(self) -> tuple[list[tuple[Norm, Norm]], frozenset[int]]:
-        """Of each layer the norms after attention and after the MLP; and the numbers of tokens with
-        which all norms but the first and the last are deferred."""
-        decoder, layers = self.decoder, self.decoder.layers
-        if decoder.mixtures:
-            return [], frozenset()
-
-        def of(norm: Any) -> Norm:
-            return Norm.of(norm.weight, norm.variance_epsilon)
-
-        following = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
-        norms = [
-            (of(layer.post_attention_layernorm), of(norm))
-            for layer, norm in zip(layers, following, strict=True)
-        ]
-        products: list[Any] = []
-        for i, layer in enumerate(layers):
-            products += [decoder.qkv(i), decoder.gated(i)]
-            products += [layer.self_attn.o_proj, layer.mlp.down_proj]
-        counts = range(1, MOST_TOKENS + 1)
-        few = (m for m in counts if all(defers(each, m, decoder.dtype) for each in products))
-        return norms, frozenset(few)
-
     def _head_norms(self, layer: int) -> HeadNorms | None:
         attention = self.decoder.layers[layer].self_attn
         q, k = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -295,30 +264,21 @@ class GpuRunner:
         table, count, delta = decoder.embed.weight, len(tokens), None
         hidden = torch.empty_like(x)
         fused.embed(tokens, self.found, table, hidden)
-        stream = Stream.of(hidden) if count in self.deferred else None
         for index, layer in enumerate(decoder.layers):
             attention, product = layer.self_attn, decoder.qkv(index)
-            if stream and index:
-                given = stream
-            else:
-                given, hidden = self._normed(product, layer.input_layernorm, hidden, delta, x)
+            given, hidden = self._normed(product, layer.input_layernorm, hidden, delta, x)
             qkv = product(given)
             if apart:
                 norms = self._head_norms(index)
                 fused.store(index, qkv, positions, slots, space.q, norms)
             yield index, space.q if apart else qkv
-            gated = None if index in decoder.mixtures else decoder.gated(index)
-            if stream and gated:
-                after_attention, after_mlp = self.norms[index]
-                attention.o_proj.add_to(stream, space.mixed.flatten(1), after_attention)
-                layer.mlp.down_proj.add_to(stream, gated(stream), after_mlp)
-                continue
             delta = attention.o_proj(space.mixed.flatten(1))
             if index in decoder.mixtures:
                 norm = layer.post_attention_layernorm
                 fused.norm(hidden, delta, norm.weight, norm.variance_epsilon, x)
                 delta = decoder.mixture(index, x)
                 continue
+            gated = decoder.gated(index)
             product = decoder.gate_up(index) if gated is None else gated
             norm = layer.post_attention_layernorm
             given, hidden = self._normed(product, norm, hidden, delta, x)

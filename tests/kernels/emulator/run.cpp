@@ -21,12 +21,6 @@ int main(int, char** arguments) {
     int threads;
     float eps;
     memcpy(&threads, given.data(), 4), memcpy(&eps, given.data() + 4, 4);
-#elif defined DEFERRED  // squares of x or nothing, {eps, unit}, hidden and weight or nothing
-    std::vector<unsigned char> squares = take(), given = take(), hidden = take(), weight = take();
-    const bool adds = hidden.size() > 16;
-    std::vector<float> left(m * ((n + 15) / 16) + 16, -1.0f);
-    float eps, unit;
-    memcpy(&eps, given.data(), 4), memcpy(&unit, given.data() + 4, 4);
 #endif
     const std::vector<unsigned char>* inputs[3] = {&records, &x, &bias};
     for (int i = 0; i < 3; ++i) {
@@ -42,9 +36,6 @@ int main(int, char** arguments) {
 #endif
 #ifdef NORMED
     if (more) not_yet(delta);
-#elif defined DEFERRED
-    not_yet(squares);
-    if (adds) not_yet(hidden);
 #endif
     launch(grid, 1, THREADS, smem_bytes, [&] {
         using namespace billfish;
@@ -60,10 +51,6 @@ int main(int, char** arguments) {
 #elif defined NORMED
         KERNEL(records.data(), (const u16*)x.data(), more, (const u16*)weight.data(), summed.data(), threads, eps, bias_at,
                out.data(), m, n, x_k, k_tiles, stages, gated);
-#elif defined DEFERRED
-        KERNEL(records.data(), (const u16*)x.data(), squares.size() > 16 ? (const float*)squares.data() : nullptr, eps, unit,
-               bias_at, out.data(), adds ? (u16*)hidden.data() : nullptr, (const u16*)weight.data(), left.data(), m, n, x_k,
-               k_tiles, stages, gated);
 #else
         KERNEL(records.data(), (const u16*)x.data(), bias_at, out.data(), m, n, x_k, k_tiles, stages, gated);
 #endif
@@ -74,9 +61,5 @@ int main(int, char** arguments) {
 #ifdef NORMED
     for (int i = m * x_k; i < m * x_k + 64; ++i) demand(summed[i] == 0xfffe, "a store behind the sum");
     fwrite(summed.data(), 2, m * x_k, stdout);
-#elif defined DEFERRED
-    const int parts = m * ((n + 15) / 16);
-    for (size_t i = adds ? parts : 0; i < left.size(); ++i) demand(left[i] == -1, "a store behind the sums of squares");
-    if (adds) fwrite(hidden.data(), 2, results, stdout), fwrite(left.data(), 4, parts, stdout);
 #endif
 }

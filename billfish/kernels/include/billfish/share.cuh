@@ -133,18 +133,6 @@ struct Sums {
         }
     }
 
-    // The sum of a token's `row` of the block's, as a number of type V.
-    template <class V>
-    static BILLFISH_DEVICE V add(u32 buffer, int token, int row, int rows) {
-        const u32 from = buffer + (token / 2 * rows + row) * 8 + token % 2 * 4;
-        V part[kParts], sum = 0;
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) load_sum(from + i * (kTokens / 2) * rows * 8, part[i]);
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) sum += part[i];
-        return sum;
-    }
-
     template <class T, int kRun, class Worker>
     static BILLFISH_DEVICE float store(u32 buffer, const u16* bias, u16* out, const Worker& me,
                                       int m, int n, int first, int rows, bool gated) {
@@ -172,7 +160,14 @@ struct Sums {
         for (int item = me.index; item < m * kBands; item += kMathWarps) {
             const int token = item / kBands, row = item % kBands * 32 + me.lane;
             if (row >= rows) continue;  // all lanes: rows are a multiple of 32
-            float total = value(add<V>(buffer, token, row, rows), token);
+            const u32 from = buffer + (token / 2 * rows + row) * 8 + token % 2 * 4;
+            V part[kParts], sum = 0;
+#pragma unroll
+            for (int i = 0; i < kParts; ++i)
+                load_sum(from + i * (kTokens / 2) * rows * 8, part[i]);
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) sum += part[i];
+            float total = value(sum, token);
             seen += total;
             if (gated) {  // n is a multiple of 2 kRun; n / 2 would cost a register, and spill
                 const float up = shuffle_xor(total, kRun);

@@ -52,39 +52,15 @@ struct DecodeStage {
 
 // Addresses in shared memory.
 struct Ring {
-    u32 stages_at, full, empty, summed, reduced, freed, ready;
+    u32 stages_at, full, empty, summed, reduced, freed;
     int stages;
-};
-
-// Where results go: to `out`, as the sums of share.cuh and teams.cuh store them.
-template <class T>
-struct Stored {
-    static constexpr bool kDeferred = false;
-    const u16* __restrict__ bias;
-    u16* __restrict__ out;
-    bool gated;
-
-    // Of a block of one band.
-    template <class Exchange, class Worker>
-    BILLFISH_DEVICE void rows(const Ring&, u32 buffer, const Worker& me, int m, int n, int first,
-                              int rows) const {
-        Exchange::template store<T, 8>(buffer, bias, out, me, m, n, first, rows, gated);
-    }
-
-    // Of a pass of several.
-    template <class Exchange, class Sums, class Me, class Finish>
-    BILLFISH_DEVICE void bricks(const Ring&, const Sums& acc, u32 buffer, const Me& me, int rank,
-                                int have, int m, int n, int first, Finish finish) const {
-        Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
-                                    finish);
-    }
 };
 
 // What the eight math warps do in a block of one band. Two teams take the stages by turns
 // (teams.cuh); a warp has half of one or two records.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed, class Results>
-BILLFISH_DEVICE void multiply_one(const Ring& ring, const Results& results, int m, int n,
-                                  int k_tiles) {
+template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, bool kNormed>
+BILLFISH_DEVICE void multiply_one(const Ring& ring, const u16* __restrict__ bias,
+                                  u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, 1>;
     using Exchange = Sums<kTokens, 1>;
     using Me = Worker<2, first_math_warp(1)>;  // sub: team, and one of two slices
@@ -133,8 +109,8 @@ BILLFISH_DEVICE void multiply_one(const Ring& ring, const Results& results, int 
     Exchange::send(acc, buffer, ring.reduced, me, rank, rows, m,
                    [](float sum, bool lower) { return finish<T>(sum, lower); });
     barrier_wait(ring.reduced, 0);
-    results.template rows<Exchange>(ring, buffer, me, m, n,
-                                    share.first_band * kRecordN + rank * rows, rows);
+    Exchange::template store<T, 8>(buffer, bias, out, me, m, n,
+                                   share.first_band * kRecordN + rank * rows, rows, gated);
 }
 
 template <int kPair, int kBricks>
@@ -145,9 +121,9 @@ struct Bricks {
 // The same in a block of several bands, with sums of x made apart: two teams take the stages by
 // turns (teams.cuh). With a barrier for each half record, 16 tokens of 8192 x 57344 took 71 us.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kCtas,
-          bool kNormed, class Results>
-BILLFISH_DEVICE void multiply_teams(const Ring& ring, const Results& results, int m, int n,
-                                    int k_tiles) {
+          bool kNormed>
+BILLFISH_DEVICE void multiply_teams(const Ring& ring, const u16* __restrict__ bias,
+                                    u16* __restrict__ out, int m, int n, int k_tiles, bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Exchange = TeamSums<kTokens, kBands, kCtas>;
     using Share = ShareOf<kCtas>;
@@ -228,7 +204,8 @@ BILLFISH_DEVICE void multiply_teams(const Ring& ring, const Results& results, in
         Exchange::send(acc, buffer, ring.reduced, me, rank, have, m, finished);
         barrier_wait(ring.reduced, pass & 1);
         const int first = (share.first_band + share.before(pass, passes)) * kRecordN;
-        results.template bricks<Exchange>(ring, acc, buffer, me, rank, have, m, n, first, finished);
+        Exchange::template store<T>(acc, buffer, bias, out, me, rank, have, m, n, first, gated,
+                                    finished);
         if (kCtas == kCluster && pass + 1 < passes) {  // larger clusters have one pass
             __syncwarp();
             if (me.lane == 0) barrier_arrive_in(in_block(ring.freed, rank ^ 1));

@@ -91,14 +91,12 @@ struct TeamSums {
         }
     }
 
-    // Adds what was sent to what this warp kept: calls put(token, output, sum) with the sums of
-    // outputs `output` and `output` + 8 and of the token and the next, [output][token]. `first` is
-    // the pass's first output. A thread without tokens does not take part; all of a warp do if
-    // kTogether, and its sums then mean nothing.
-    template <bool kTogether = false, class Me, class Finish, class Put>
-    static BILLFISH_DEVICE void add(const float (&acc)[kBands][blocks_of(kTokens)][4], u32 buffer,
-                                    const Me& me, int rank, int have, int m, int first,
-                                    Finish finish, Put put) {
+    // Adds what was sent to what this warp kept and stores it; `first` is the pass's first output.
+    // `gated`: of every 16 rows the first 8 are gates and the others their ups, n / 2 results.
+    template <class T, class Me, class Finish>
+    static BILLFISH_DEVICE void store(const float (&acc)[kBands][blocks_of(kTokens)][4], u32 buffer,
+                                      const u16* bias, u16* out, const Me& me, int rank, int have,
+                                      int m, int n, int first, bool gated, Finish finish) {
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
             const Place place(me, band, have, rank);
@@ -107,12 +105,11 @@ struct TeamSums {
 #pragma unroll
             for (int block = 0; block < blocks_of(kTokens); ++block) {
                 const int token = block * 8 + me.lane % 4 * 2;
-                if ((kTogether ? block * 8 : token) >= m) continue;
-                const int at = kTogether ? token % kTokens : token;
+                if (token >= m) continue;
                 float sum[2][2];  // [upper or lower row][token]
 #pragma unroll
                 for (int lower = 0; lower < 2; ++lower) {
-                    const u32 from = buffer + ((place.row + lower * 8) * kTokens + at) * 4;
+                    const u32 from = buffer + ((place.row + lower * 8) * kTokens + token) * 4;
                     const u32 next = owned(have) * kTokens * 4;
                     uint2 part[kParts];
 #pragma unroll
@@ -125,19 +122,6 @@ struct TeamSums {
                         sum[lower][1] += __uint_as_float(part[i].y);
                     }
                 }
-                put(token, output, sum);
-            }
-        }
-    }
-
-    // Stores what `add` gives. `gated`: of every 16 rows the first 8 are gates and the others their
-    // ups, n / 2 results.
-    template <class T, class Me, class Finish>
-    static BILLFISH_DEVICE void store(const float (&acc)[kBands][blocks_of(kTokens)][4], u32 buffer,
-                                      const u16* bias, u16* out, const Me& me, int rank, int have,
-                                      int m, int n, int first, bool gated, Finish finish) {
-        add(acc, buffer, me, rank, have, m, first, finish,
-            [&](int token, int output, const float (&sum)[2][2]) {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     if (token + odd >= m) continue;
@@ -157,7 +141,8 @@ struct TeamSums {
                         out[row + at] = T::from_float(total);
                     }
                 }
-            });
+            }
+        }
     }
 };
 

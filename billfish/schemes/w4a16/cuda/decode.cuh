@@ -15,7 +15,6 @@
 // Two blocks fit on an SM: one that computes, and one of the next kernel that prefetches weights.
 #pragma once
 
-#include "billfish/deferred.cuh"
 #include "billfish/norm.cuh"
 #include "billfish/team_loops.cuh"
 #include "billfish/wgmma.cuh"
@@ -34,12 +33,13 @@ constexpr BILLFISH_DEVICE int normed_bytes(int k_tiles) {
     return (k_tiles + kCtas - 1) / kCtas * kRecordK * 2;
 }
 
-// All kernels. `x` is (m, x_k) or, kNormed, the norm of `given`; `results`: Stored or Deferred.
+// Both kernels. `x` is (m, x_k) or, kNormed, the norm of `given`.
 template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands, int kCtas,
-          bool kNormed, class Results>
+          bool kNormed>
 BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16* __restrict__ x,
-                            const Residual& given, const Results& results, int m, int n,
-                            int x_k, int k_tiles, int stages) {
+                            const Residual& given, const u16* __restrict__ bias,
+                            u16* __restrict__ out, int m, int n, int x_k, int k_tiles, int stages,
+                            bool gated) {
     using Stage = DecodeStage<kGroup, kAsymmetric, kTokens, kBands>;
     using Share = ShareOf<kCtas>;
     constexpr int kFirstMathWarp = first_math_warp(kBands);
@@ -50,8 +50,7 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
     const u32 full = base, summed = base + 128;  // of one team, then of the other
     const u32 empty = base + 256, reduced = base + 320, freed = reduced + 8, ready = freed + 8;
     const u32 squares = base + kBarrierBytes, normed = squares + kNormSums;
-    const u32 ring = kNormed ? normed + m * normed_bytes<kCtas>(k_tiles)
-                             : base + kBarrierBytes + Results::kDeferred * kScaleBytes;
+    const u32 ring = kNormed ? normed + m * normed_bytes<kCtas>(k_tiles) : base + kBarrierBytes;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
@@ -187,13 +186,13 @@ BILLFISH_DEVICE void decode(const unsigned char* __restrict__ records, const u16
                                        [] { sync_some<1, kThreads>(); });
         barrier_arrive(ready);
     }
-    const Ring places{ring, full, empty, summed, reduced, freed, ready, stages};
-    if constexpr (Results::kDeferred) results.prepare(places, warp - kFirstMathWarp, lane, m);
+    const Ring places{ring, full, empty, summed, reduced, freed, stages};
     if constexpr (Stage::kSummed)
-        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, kNormed>(places, results,
-                                                                                   m, n, k_tiles);
+        multiply_teams<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, kNormed>(
+            places, bias, out, m, n, k_tiles, gated);
     else
-        multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(places, results, m, n, k_tiles);
+        multiply_one<T, S, kGroup, kAsymmetric, kTokens, kNormed>(places, bias, out, m, n, k_tiles,
+                                                                  gated);
 }
 
 #endif
@@ -208,9 +207,8 @@ w4a16_decode(const unsigned char* __restrict__ records, const u16* __restrict__ 
              const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
              int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
-    const Stored<T> results{bias, out, gated};
     decode<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, false>(
-        records, x, Residual{}, results, m, n, x_k, k_tiles, stages);
+        records, x, Residual{}, bias, out, m, n, x_k, k_tiles, stages, gated);
 #endif
 }
 
@@ -224,9 +222,8 @@ w4a16_decode_beside(const unsigned char* __restrict__ records, const u16* __rest
                     const u16* __restrict__ bias, u16* __restrict__ out, int m, int n, int x_k,
                     int k_tiles, int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
-    const Stored<T> results{bias, out, gated};
     decode<T, S, kGroup, kAsymmetric, 16, 1, kCluster, false>(
-        records, x, Residual{}, results, m, n, x_k, k_tiles, stages);
+        records, x, Residual{}, bias, out, m, n, x_k, k_tiles, stages, gated);
 #endif
 }
 
@@ -242,39 +239,8 @@ w4a16_normed(const unsigned char* __restrict__ records, const u16* hidden, const
              int stages, bool gated) {
 #if __CUDA_ARCH__ >= 900
     const Residual given{hidden, delta, weight, summed, threads, eps};
-    const Stored<T> results{bias, out, gated};
     decode<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, true>(
-        records, nullptr, given, results, m, n, k, k_tiles, stages);
-#endif
-}
-
-// w4a16_decode with deferred norms (deferred.cuh): with `squares`, results are divided by the RMS
-// of x's rows; with `hidden`, results are added to it, and `out` gets the sums times `weight`.
-template <class T, class S, int kGroup, bool kAsymmetric, int kTokens, int kBands,
-          int kCtas = kCluster>
-__global__ void __launch_bounds__(decode_threads(kBands), blocks_of_sm(kTokens, kBands))
-w4a16_deferred(const unsigned char* __restrict__ records, const u16* __restrict__ x,
-               const float* squares, float eps, float unit, const u16* __restrict__ bias, u16* out,
-               u16* hidden, const u16* weight, float* left, int m, int n, int x_k, int k_tiles,
-               int stages, bool gated) {
-#if __CUDA_ARCH__ >= 900
-    const Deferred<T> results{bias, out, gated, squares, x_k, eps, unit, hidden, weight, left};
-    decode<T, S, kGroup, kAsymmetric, kTokens, kBands, kCtas, false>(
-        records, x, Residual{}, results, m, n, x_k, k_tiles, stages);
-#endif
-}
-
-// As w4a16_decode_beside.
-template <class T, class S, int kGroup, bool kAsymmetric>
-__global__ void __maxnreg__(kMovesRegisters ? 88 : 96)
-w4a16_deferred_beside(const unsigned char* __restrict__ records, const u16* __restrict__ x,
-                      const float* squares, float eps, float unit, const u16* __restrict__ bias,
-                      u16* out, u16* hidden, const u16* weight, float* left, int m, int n, int x_k,
-                      int k_tiles, int stages, bool gated) {
-#if __CUDA_ARCH__ >= 900
-    const Deferred<T> results{bias, out, gated, squares, x_k, eps, unit, hidden, weight, left};
-    decode<T, S, kGroup, kAsymmetric, 16, 1, kCluster, false>(
-        records, x, Residual{}, results, m, n, x_k, k_tiles, stages);
+        records, nullptr, given, bias, out, m, n, k, k_tiles, stages, gated);
 #endif
 }
 

@@ -58,16 +58,6 @@ def few_kernel(
 
 
 @functools.cache
-def deferred_kernel(
-    kind: Kind, dtype: torch.dtype, tokens: int, bands: int, cluster: int = clusters.CLUSTER
-) -> Kernel:
-    """As few_kernel, with deferred norms."""
-    if (tokens, bands, kind.group) == BESIDE:
-        return _kernel("decode", kind, dtype, name="deferred_beside")
-    return _kernel("decode", kind, dtype, tokens, bands, *_other(cluster), name="deferred")
-
-
-@functools.cache
 def normed_kernel(
     kind: Kind, dtype: torch.dtype, bands: int, cluster: int = clusters.CLUSTER
 ) -> Kernel:
@@ -105,8 +95,8 @@ def runs_batches(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
 
 
 def runs_norms(kind: Kind, dtype: torch.dtype, arch: str) -> bool:
-    """w4a16_normed and w4a16_deferred run where the engine's runner does, which alone asks for
-    them. Of two planes each CTA would norm all of a row, not half."""
+    """w4a16_normed runs where the engine's runner does, which alone asks for it. Of two planes each
+    CTA would norm all of a row, not half."""
     return kind.planes == 1 and runs_batches(kind, dtype, arch)
 
 

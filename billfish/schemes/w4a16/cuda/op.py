@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from billfish.kernels import norm
-from billfish.kernels.deferred import Norm, Stream
 from billfish.kernels.device import gpu, index_of
 from billfish.kernels.jit import Program
 from billfish.schemes.base import LinearOp, Tensors, together, watched
@@ -34,7 +33,7 @@ from billfish.schemes.w4a16.cuda.instances import (
     runs_experts,
 )
 from billfish.schemes.w4a16.cuda.normed import Normed
-from billfish.schemes.w4a16.cuda.plan import deferred_linear, linear, normed_linear, operator, plan
+from billfish.schemes.w4a16.cuda.plan import linear, normed_linear, operator, plan
 from billfish.schemes.w4a16.scheme import W4A16
 
 
@@ -111,25 +110,10 @@ class CudaOp(GpuOp):
         summed = hidden if delta is None else torch.empty_like(hidden)
         return Normed(hidden, delta, weight, eps, summed), summed
 
-    def defers(self, m: int, dtype: torch.dtype) -> bool:
-        if self.batch_invariant or self.order is not None or dtype != self.shape.scale_dtype:
-            return False
-        return plan(index_of(self.device), *self._sizes, dtype).deferred(m) is not None
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.shape.n, self.shape.k, self.kind
-
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, bias: Tensor | None = None) -> None:
-        deferred_linear(x, self.records, bias, *self._sizes, before=(stream, norm))
-        stream.norm = norm
-
     def __call__(
-        self, x: Tensor | Normed | Stream, bias: Tensor | None = None, gated: bool = False
+        self, x: Tensor | Normed, bias: Tensor | None = None, gated: bool = False
     ) -> Tensor:
         shape = self.shape
-        if isinstance(x, Stream):
-            return deferred_linear(x.x, self.records, bias, *self._sizes, gated, after=x)
         if isinstance(x, Normed):
             return normed_linear(x, self.records, bias, shape.n, shape.k, self.kind, gated)
         if self.order is not None:

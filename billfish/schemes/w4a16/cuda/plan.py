@@ -8,7 +8,7 @@ torch.compile and CUDA graphs.
 """
 
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from torch.nn.functional import pad, silu
 
 from billfish.errors import UserError
 from billfish.kernels import clusters, striped, tensor_map, tiles, workspace
-from billfish.kernels.deferred import Norm, Stream
 from billfish.kernels.device import gpu
 from billfish.kernels.launch import Loaded
-from billfish.schemes.w4a16.cuda import arrange, batch, deferred, normed, tile
+from billfish.schemes.w4a16.cuda import arrange, batch, normed, tile
 from billfish.schemes.w4a16.cuda.gated import apart
 from billfish.schemes.w4a16.cuda.instances import (
     KINDS,
@@ -132,16 +131,6 @@ class Plan:
             kernel.launch(how.blocks, threads, arguments, how.asked, how.cluster, True)
 
         return run
-
-    @cached_property
-    def _deferred(self) -> dict[int, deferred.Launch]:
-        return deferred.launches(self.gpu.index, self.n, self.k, self.kind, self.dtype)
-
-    def deferred(self, m: int) -> deferred.Launch | None:
-        """For m tokens that w4a16_decode would take, with deferred norms."""
-        if m > clusters.MOST_TOKENS or self._batches_few(m):
-            return None
-        return self._deferred.get(min((t for t in tile.TOKENS if t >= m), default=0))
 
     def _stripe(self, index: int, tokens: int) -> Callable[..., None]:
         kernel = few_kernel(self.kind, self.dtype, tokens, striped.BANDS[tokens]).load(index)
@@ -301,29 +290,6 @@ def normed_linear(
     if bias is not None:
         bias = bias.to(out.device, dtype).contiguous()
     plan(out.get_device(), n, k, kind, dtype).normed[m](x, records, bias, out, gated)
-    return out
-
-
-def deferred_linear(
-    x: Tensor,
-    records: Tensor,
-    bias: Tensor | None,
-    n: int,
-    k: int,
-    kind: int,
-    gated: bool = False,
-    after: Stream | None = None,
-    before: tuple[Stream, Norm] | None = None,
-) -> Tensor:
-    """`linear` of (m, k) `after` a deferred norm, x being that stream's, or `before` one: results
-    are added to its stream, whose x it returns."""
-    m, dtype = len(x), x.dtype
-    out = x.new_empty(m, n // 2 if gated else n) if before is None else before[0].x
-    if bias is not None:
-        bias = bias.to(out.device, dtype).contiguous()
-    launch = plan(x.get_device(), n, k, kind, dtype).deferred(m)
-    assert launch is not None
-    launch(x, records, bias, out, gated, after, before)
     return out
 
 
