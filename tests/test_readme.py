@@ -248,6 +248,19 @@ def test_generation():
     says(f"{ms['w4a16', 'before']} ms without that and take {ms['w4a16', 'now']} in w4a16", *both)
 
 
+def test_steps_with_prompts():
+    steps = [each for each in load("h200-mixed-8b.json")["steps"] if each["chunks_of_a_graph"] > 8]
+    order = ("300", "200", "1000", "4 x 128", "2 x 400", "12 x 60")
+    of = {each["prompts"]: each for each in steps}
+    table(row(one, f"{of[one]['host_ms']:.2f}", f"{of[one]['gpu_ms']:.2f}") for one in order)
+    says(f"takes the host up to {max(each['host_ms_one_of_ten'] for each in steps):.1f}.")
+    dense, packed = (
+        1000 * variant["points"][0]["prefill_seconds"]
+        for variant in load("h200-prefill-8b-w4a16.json")["variants"]
+    )
+    says(f"takes {packed:.0f} ms, in fp16 {dense:.0f}")
+
+
 def test_long_prompts():
     told = load("h200-generate-8b-long.json")
     results, later = told["results"], [e["tokens_per_s"] for e in told["later"]["results"]]

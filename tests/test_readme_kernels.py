@@ -245,6 +245,19 @@ def test_chains():
         rows.append(row("", "sum of the four", *map(best, parts, whole)))
         rows.append(row("", "sum of cuBLAS's four", *map(best, cublas, whole)))
     table(rows)
+    told = load("h200-parts-8b.json")
+    layer = {"4096x6144", "4096x4096", "4096x28672", "14336x4096"}
+    step, sums, computed = [], [], []
+    for point in told["steps"][:2]:
+        step.append(f"{point['products_us_a_layer']:.1f}")
+        sums.append(f"{sum(point['alone_us'].values()):.1f}")
+        m = str(point["sequences"])
+        alone = sum(told["weights"][shape]["without"][m] for shape in layer)
+        computed.append(f"{alone:.1f}")
+    says(
+        f"the four take {step[0]} and {step[1]} us a layer with 1 and 16 tokens, alone {sums[0]} "
+        f"and {sums[1]}; without copies of weights {computed[0]} and {computed[1]} alone"
+    )
 
 
 def test_a_minute_of_load():

@@ -27,7 +27,9 @@ from billfish.models.decoder import Shape
 
 Numbers = NDArray[np.int32]
 # Of a graph. FlashAttention launches blocks for every chunk that there may be; beside those without
-# work, long ones met on an SM: 200 tokens behind 4000 others took 14 ms a step instead of 12.
+# work, long ones met on an SM: 200 tokens behind 4000 others took 14 ms a step instead of 12. With
+# 16 chunks instead of 8 other steps take as long within 2 %, and twelve prompts beside 16 decodes
+# take the host 1.2 ms instead of 2.8.
 MOST_CHUNKS, MOST_KEYS = 16, 2048
 EDGES = MOST_CHUNKS + 2  # with padding's and the end
 FIXED = 2 * EDGES + MOST_KEYS  # numbers of every graph's inputs
