@@ -215,13 +215,22 @@ class Projection:
         heads, head_dim = made.q.shape[1:]
         kv_heads, dtype = heads // made.group, made.dtype
         rows = len(made.lengths)
-        self.qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim, generator=source).to(dtype)
+        numbers = torch.randn(rows, heads + 2 * kv_heads, head_dim, generator=source)
+        if normed:
+            numbers[::2, :-kv_heads] *= EPS**0.5  # eps counts as much as their mean square
+        self.qkv = numbers.to(dtype)
         angles = torch.arange(max(made.lengths))[:, None] / 50 ** (torch.arange(0, rotary, 2) / 90)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         weights = torch.rand(2, head_dim, generator=source) + 0.5
         self.norms = weights.to(dtype) if normed else torch.empty(0)
+        self.turn(made)
+
+    def turn(self, made):
+        """What is made of qkv."""
+        heads = made.q.shape[1]
+        kv_heads = heads // made.group
         q, k, self.v = self.qkv.split((heads, kv_heads, kv_heads), 1)
-        if normed:
+        if len(self.norms):
             q, k = (rms_norm(x, w, EPS) for x, w in zip((q, k), self.norms, strict=True))
         place = torch.tensor(made.lengths) - 1
         cos, sin = (table[place][:, None] for table in (self.cos, self.sin))
@@ -290,6 +299,33 @@ def test_attention_of_a_projection(case, window, compiled):
         )
         assert out == made.launch(compiled, 0.3, window)[0]
         assert invariant[0] == made.launch(compiled, 0.3, window, invariant=True)[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kv", "dtype"), [("kv8", FP16), ("kv8", BF16), ("kv16", FP16)], ids=str)
+def test_a_newest_token_of_any_size(kv, dtype, compiled):
+    """Infinite numbers are stored as the largest that a code's grid allows, a NaN makes its head
+    NaN: as Pool.write does it, which test_pool.py tests."""
+    made = Case(kv, dtype, 128, 3, 2, (65, 3, 200))
+    step = Projection(made, 128, False)
+    k, v = (step.qkv[:, at : at + 3] for at in (6, 9))
+    most = torch.finfo(dtype).max
+    k[0, 0, 5], k[0, 1, 70], v[1, 2, :3] = math.inf, -math.inf, torch.tensor([most, -most, 1])
+    v[0, 0], v[2, 0, 9] = math.inf, -math.inf
+    k[1, 0, 64], v[2, 1, 127] = math.nan, math.nan
+    step.turn(made)
+    given = step.qkv, step.cos, step.sin, step.norms
+    _, pool = made.launch(compiled, 0.3, projected=given)
+    step.append(made)
+    wanted = made.keys + made.values
+    made.pool.records.copy_(
+        torch.frombuffer(bytearray(pool), dtype=torch.uint8).view_as(made.pool.records)
+    )
+    made.read()
+    nans = [int(torch.isnan(x[-1]).any(-1).sum()) for x in wanted]
+    assert nans == [0, 1, 0, 0, 0, 1]
+    for ours, theirs in zip(made.keys + made.values, wanted, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 # None that ends in a deadlock: the emulator takes minutes to call it one.
