@@ -31,7 +31,7 @@ from billfish.bench import random_model
 from billfish.bench.kernels import circumstances
 from billfish.bench.shapes import parse_rows
 from billfish.bench.timing import Rules
-from billfish.engine.cuda.runner import GpuRunner
+from billfish.engine.cuda.runner import GpuRunner, buckets
 from billfish.engine.llm import LLM
 from billfish.engine.runner import Decoded
 from billfish.engine.sampling import SamplingParams
@@ -96,11 +96,11 @@ def without(runner: Any, rows: int, parts: Sequence[str]) -> Iterator[None]:
     shape, layers = decoder.shape, decoder.layers
     hidden, inner = decoder.embed.weight.shape[1], layers[0].mlp.down_proj.in_features
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    logits = torch.zeros(rows, decoder.embed.weight.shape[0]).to(decoder.device, decoder.dtype)
+    tokens = decoder.embed.weight.shape[0]
     places: dict[str, list[tuple[Any, str, Any]]] = {
         "attention": [(runner, "_attend_joined", lambda *given: None)],
         "norms": [(runner.fused, "norm", lambda *given: None)],
-        "head": [(decoder, "head", lambda given: logits)],
+        "head": [(decoder, "head", of(tokens))],
         "draw": [(runner.fused, "draw", lambda *given: None)],
         "qkv": [(decoder, "_qkv", [of(qkv)] * shape.layers)],
         "o": [(layer.self_attn.o_proj, "forward", of(hidden)) for layer in layers],
@@ -137,9 +137,9 @@ def time_parts(llm: LLM, track: Track, rows: int) -> Point:
             lambda i, x: decoder.layers[i].mlp.down_proj(x),
         ),
     }
-    alone = {}
+    alone, inputs = {}, []  # kept: graphs know their addresses
     for name, (k, call) in calls.items():
-        x = torch.randn(rows, k, device=decoder.device).to(decoder.dtype)
+        inputs.append(x := torch.randn(rows, k, device=decoder.device).to(decoder.dtype))
         every = [functools.partial(call, i, x) for i in range(count)]
         alone[name] = Runner(track.capture(every, count), count)
     each = timed(track, alone)
@@ -212,8 +212,7 @@ class Watch:
 
     def __init__(self, llm: LLM) -> None:
         self.steps: list[tuple[int, float, Any]] = []
-        self._engine, self._waited = llm.engine, 0.0
-        self._tokens, self._marks = 0, None
+        self._waited, self._tokens, self._marks = 0.0, 0, None
         cuda, drawn = llm.engine.decoder.device.type == "cuda", Decoded.drawn
         run, step = llm.engine.runner.run, llm.engine.step
 
@@ -306,6 +305,10 @@ def main() -> None:
     if args.what == "against" and not (other / "kernels" / "include").is_dir():
         raise UserError(f"{other}: no package of Billfish. Say: steps.py against CHECKOUT")
     config, rows = random_model.config_of(args.config), parse_rows(args.batch)
+    if unknown := sorted({*rows} - {*buckets(max(rows))}):
+        raise UserError(
+            f"--batch {unknown[0]}: no graph of its own. Take 1, 2, 4, 8, 16, 24 or so."
+        )
     track = Track(Rules())
     result = {
         "result_version": "steps 1",

@@ -1,5 +1,5 @@
-"""scripts/steps.py: which parts a step leaves out, whose kernels it takes, prompts beside decodes in
-the engine on a CPU."""
+"""scripts/steps.py: which parts a step leaves out, whose kernels it takes, and prompts beside
+decodes in the engine on a CPU."""
 
 from pathlib import Path
 from types import SimpleNamespace
