@@ -301,9 +301,9 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("steps of the engine are graphs of a GPU, and PyTorch sees none here.")
-    other = (args.other or Path()) / "billfish"
-    if args.what == "against" and not (other / "kernels" / "include").is_dir():
-        raise UserError(f"{other}: no package of Billfish. Say: steps.py against CHECKOUT")
+    other = (args.other or Path()).resolve() / "billfish"
+    if args.what == "against" and not (args.other and (other / "kernels" / "include").is_dir()):
+        raise UserError(f"{other}: not another checkout's. Say: steps.py against CHECKOUT")
     config, rows = random_model.config_of(args.config), parse_rows(args.batch)
     if unknown := sorted({*rows} - {*buckets(max(rows))}):
         raise UserError(
