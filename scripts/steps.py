@@ -1,4 +1,5 @@
-"""Times steps of the engine on a GPU, in turns in one process: two processes differ by 2 to 4 %.
+"""Times steps of the engine on a GPU, in turns in one process: between two processes those of
+Llama-3-70B's shapes differed by 3.5 %.
 
     python scripts/steps.py parts --batch 1,16            decode steps without some of their parts
     python scripts/steps.py against ../other --batch 1,8  beside w4a16 kernels of another checkout
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,25 +126,20 @@ def time_parts(llm: LLM, track: Track, rows: int) -> Point:
             runners[" and ".join(parts)] = captured(track, lambda: runner._step(rows, False))
     us = timed(track, runners)
     decoder, count = runner.decoder, runner.shape.layers
-    calls: dict[str, tuple[int, Callable[[int, Tensor], Any]]] = {
-        "qkv": (runner.space(1).x.shape[1], lambda i, x: decoder.qkv(i)(x)),
-        "o": (
-            decoder.layers[0].self_attn.o_proj.in_features,
-            lambda i, x: decoder.layers[i].self_attn.o_proj(x),
-        ),
-        "gate_up": (runner.space(1).x.shape[1], lambda i, x: decoder.gated(i)(x)),
-        "down": (
-            decoder.layers[0].mlp.down_proj.in_features,
-            lambda i, x: decoder.layers[i].mlp.down_proj(x),
-        ),
+    hidden, first = decoder.embed.weight.shape[1], decoder.layers[0]
+    calls: dict[str, tuple[int, Callable[[int], Callable[[Tensor], object]]]] = {
+        "qkv": (hidden, decoder.qkv),
+        "o": (first.self_attn.o_proj.in_features, lambda i: decoder.layers[i].self_attn.o_proj),
+        "gate_up": (hidden, decoder.gated),
+        "down": (first.mlp.down_proj.in_features, lambda i: decoder.layers[i].mlp.down_proj),
     }
     alone, inputs = {}, []  # kept: graphs know their addresses
-    for name, (k, call) in calls.items():
+    for name, (k, product) in calls.items():
         inputs.append(x := torch.randn(rows, k, device=decoder.device).to(decoder.dtype))
-        every = [functools.partial(call, i, x) for i in range(count)]
+        every = [functools.partial(product(i), x) for i in range(count)]
         alone[name] = Runner(track.capture(every, count), count)
     each = timed(track, alone)
-    saved = {parts: round(us[""] - without, 1) for parts, without in us.items() if parts}
+    saved = {parts: round(us[""] - rest, 1) for parts, rest in us.items() if parts}
     products = us[" and ".join(SHARED)]
     return {
         "sequences": rows,
@@ -171,37 +167,39 @@ def kernels_of(tree: Path) -> Iterator[None]:
     """w4a16's kernels come from the package `tree`, with their headers. Layers that are called
     inside take them; graphs keep them."""
 
-    def forget() -> None:
-        for cached in (instances.few_kernel, instances.normed_kernel, instances.batch_kernel):
-            cached.cache_clear()
-        instances.panel_kernel.cache_clear(), plan.plan.cache_clear()
-
-    forget()
+    kernels = ("few_kernel", "normed_kernel", "batch_kernel", "panel_kernel")
+    cached = [plan.plan, *(getattr(instances, name) for name in kernels)]
     here = tree / "schemes" / "w4a16" / "cuda"
-    with (
-        patch.object(jit, "INCLUDE", tree / "kernels" / "include"),
-        patch.object(instances, "HERE", here),
-    ):
+    with ExitStack() as stack:
+        for each in cached:
+            each.cache_clear()
+            stack.callback(each.cache_clear)
+        stack.enter_context(patch.object(jit, "INCLUDE", tree / "kernels" / "include"))
+        stack.enter_context(patch.object(instances, "HERE", here))
         yield
-    forget()
 
 
-def time_against(llm: LLM, track: Track, other: Path, again: Callable[[], Any], rows: int) -> Point:
-    """Two graphs of each: where memory lies makes a difference, too."""
-    runners, held, written = {}, [], []
+def time_against(
+    llm: LLM, track: Track, other: Path, again: Callable[[], Any], batches: Sequence[int]
+) -> list[Point]:
+    """Two sets of graphs of each: where memory lies makes a difference, too."""
+    runners, points = {}, []
     for name in ("ours", "theirs", "ours again", "theirs again"):
-        with ExitStack() as stack:
-            if name.startswith("theirs"):
-                stack.enter_context(kernels_of(other))
-            llm.engine.runner = runner = again()
+        with kernels_of(other) if name.startswith("theirs") else nullcontext():
+            runners[name] = again()
+    for rows in batches:
+        written = []
+        for runner in runners.values():
+            llm.engine.runner = runner
             texts(llm, [INPUT] * rows, OUTPUT)
-            runners[name] = Runner(runner.graphs[rows, False][0], 1)
             written.append(runner.found[:rows, 0].tolist())
-            held.append(runner)
-    us = {name: round(value, 1) for name, value in timed(track, runners).items()}
-    ratio = (us["ours"] + us["ours again"]) / (us["theirs"] + us["theirs again"])
-    same = all(each == written[0] for each in written)
-    return {"sequences": rows, "us": us, "ratio": round(ratio, 4), "same_tokens": same}
+        graphs = {name: Runner(each.graphs[rows, False][0], 1) for name, each in runners.items()}
+        us = {name: round(value, 1) for name, value in timed(track, graphs).items()}
+        ratio = (us["ours"] + us["ours again"]) / (us["theirs"] + us["theirs again"])
+        same = all(tokens == written[0] for tokens in written)
+        point = {"sequences": rows, "us": us, "ratio": round(ratio, 4), "same_tokens": same}
+        points.append(point)
+    return points
 
 
 # -- prompts beside decodes
@@ -266,18 +264,23 @@ def time_prompts(llm: LLM, prompts: Mapping[str, Sequence[int]], rounds: int) ->
     watch, tokens = Watch(llm), llm.max_model_len - INPUT
     decodes = threading.Thread(target=texts, args=(llm, [INPUT] * DECODES, tokens))
     points = []
+
+    def go_on() -> None:
+        if not decodes.is_alive():
+            raise UserError(
+                f"the {DECODES} decodes ended before the prompts: give more --tokens, or fewer "
+                "--rounds."
+            )
+
     try:
         decodes.start()
         while sum(count == DECODES for count, *_ in list(watch.steps)) < 20:
+            go_on()
             time.sleep(0.01)
         for name, lengths in prompts.items():
             watch.steps.clear()
             for _ in range(rounds):
-                if not decodes.is_alive():
-                    raise UserError(
-                        f"the {DECODES} decodes ended before the prompts: give more --tokens, or "
-                        "fewer --rounds."
-                    )
+                go_on()
                 texts(llm, lengths, 1)
             points.append({"prompts": name, **watch.of(DECODES + sum(lengths))})
     finally:
@@ -325,12 +328,12 @@ def main() -> None:
         with noted() as given:
             made = engine(config, track.device, 3 * INPUT, size, pages=3 * size + 1)
         with made as llm:
-            for each in rows:
-                if args.what == "parts":
-                    points.append(time_parts(llm, track, each))
-                else:
-                    again = functools.partial(GpuRunner, *given[0], **{**given[1], "budget": 0})
-                    points.append(time_against(llm, track, other, again, each))
+            if args.what == "parts":
+                points += [time_parts(llm, track, each) for each in rows]
+            else:  # decode steps alone
+                named = {**given[1], "budget": 0, "by_rows": False}
+                again = functools.partial(GpuRunner, *given[0], **named)
+                points += time_against(llm, track, other, again, rows)
     for point in points:
         print(point)
     if args.save:

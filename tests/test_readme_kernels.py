@@ -246,7 +246,7 @@ def test_chains():
         rows.append(row("", "sum of cuBLAS's four", *map(best, cublas, whole)))
     table(rows)
     told = load("h200-parts-8b.json")
-    layer = {"4096x6144", "4096x4096", "4096x28672", "14336x4096"}
+    layer = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
     step, sums, computed = [], [], []
     for point in told["steps"][:2]:
         step.append(f"{point['products_us_a_layer']:.1f}")

@@ -19,7 +19,7 @@ def test_which_scheme():
     }
     prompts = [
         {each["weights"]: each["points"][0]["prefill_seconds"] for each in load(name)["variants"]}
-        for name in ("h200-prefill-8b-w4ax.json", "h200-prefill-8b-w4a16_24.json")
+        for name in (f"h200-prefill-8b-{each}.json" for each in ("w4ax", "w4a16_24", "w4a16"))
     ]
     rows = [row("16 bits", "16.1 GB", "16", f"{bits['original']['test']:.2f}", "-", *"1111")]
     for name, results in chosen.items():

@@ -9,6 +9,7 @@ import steps
 import torch
 import transformers
 from test_peers import Graph, Track
+from tiny import GROUPED
 from torch import nn
 
 import billfish
@@ -134,18 +135,30 @@ def test_kernels_of_another_checkout(tmp_path):
     assert source().is_relative_to(ours) and jit.INCLUDE.is_relative_to(ours)
 
 
+def test_against_another_checkout(monkeypatch, tmp_path):
+    """Theirs take 10 us where ours take 12, and write other texts."""
+    monkeypatch.setattr(steps, "texts", lambda *given: None)
+    track = Track()
+
+    def again():
+        ours = not jit.INCLUDE.is_relative_to(tmp_path)
+        found = torch.tensor([[5 + ours, 0]] * 8)
+        graphs = {(rows, False): (Graph(track, "", rows * (10 + 2 * ours), 1),) for rows in (1, 4)}
+        return SimpleNamespace(graphs=graphs, found=found)
+
+    llm = SimpleNamespace(engine=SimpleNamespace(runner=None))
+    one, four = steps.time_against(llm, track, tmp_path, again, [1, 4])
+    us = {"ours": 12, "theirs": 10, "ours again": 12, "theirs again": 10}
+    assert one == {"sequences": 1, "us": us, "ratio": 1.2, "same_tokens": False}
+    assert four["us"] == {name: 4 * each for name, each in us.items()}
+    assert track.alive == 8  # four sets of graphs, made once for all batches
+
+
 def test_prompts_beside_decodes(monkeypatch):
     monkeypatch.setattr(steps, "DECODES", 3)
     monkeypatch.setattr(steps, "INPUT", 8)
-    config = transformers.LlamaConfig(
-        vocab_size=200,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-    )
+    sizes = {**GROUPED, "hidden_size": 128, "max_position_embeddings": 4096}
+    config = transformers.LlamaConfig(**sizes)
     prompts = {"20": [20], "2 x 5": [5, 5]}
     with steps.engine(config, torch.device("cpu"), 1500, 8) as llm:
         found = steps.time_prompts(llm, prompts, 6)
@@ -153,7 +166,7 @@ def test_prompts_beside_decodes(monkeypatch):
         for each in found:  # two prompts may come in two steps
             assert 0 < each["steps"] <= 6 and each["gpu_ms"] is None
             assert 0 < each["host_ms"] <= each["host_ms_one_of_ten"]
-        again = llm.generate([[1, 2, 3]], billfish.SamplingParams(max_tokens=2))
+        again = llm.generate([[1, 2, 3]], billfish.SamplingParams(max_tokens=2, ignore_eos=True))
         assert len(again[0].outputs[0].token_ids) == 2
     with (
         steps.engine(config, torch.device("cpu"), 40, 8) as llm,

@@ -4,8 +4,8 @@
 
 Launches of prompts' attention depend on their lengths; all others depend on the number of tokens,
 and a step is padded to the next size that has graphs. Steps with few chunks are one graph instead
-(prefill.py). 16 decodes and twelve prompts of 60 tokens of 8B took the host 3.1 ms this way, 8.0
-kernel by kernel and 1.2 as one graph (LOG 2026-11-19).
+(prefill.py). 16 decodes and twelve prompts of 60 tokens of 8B took the host 2.8 ms this way, 1.2
+as one graph and, in an earlier run, 8.0 kernel by kernel (LOG 2026-11-19).
 """
 
 from collections.abc import Callable, Iterator
